@@ -118,6 +118,12 @@ class Result:
     untrained: bool = False
     attack_success: float | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the upload and of the client state in bytes."""
+        state = sum(value.numel() * value.element_size() for part in self.memory.values() for value in part.values())
+        return state + (self.upload.nbytes if self.upload else 0)
+
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception in a client's task was caused by Ctrl-C or SIGTERM."""

@@ -77,16 +77,36 @@ class Engine(ABC):
         """Restore the engine's state that `state_dict` returned."""
 
 
-def in_client_order(clients: Iterable[int], done: Done) -> Done:
-    """Return a function that receives results in any order, and calls `done` with them in the order of `clients`.
+class ClientOrder:
+    """Receives results in any order, and passes them on in the order of the clients.
 
-    The order of floating-point sums is then reproducible.
+    The order of floating-point sums is then reproducible. A result is kept until those of all clients before it arrive.
+
+    Args:
+        clients: The ids of the clients, in order.
+        done: Receives the results.
     """
-    expected, waiting = deque(clients), dict[int, Result]()
 
-    def arrive(result: Result) -> None:
-        waiting[result.client] = result
-        while expected and expected[0] in waiting:
-            done(waiting.pop(expected.popleft()))
+    def __init__(self, clients: Iterable[int], done: Done) -> None:
+        self._expected, self._kept, self._done = deque(clients), dict[int, Result](), done
 
-    return arrive
+    @property
+    def kept(self) -> int:
+        """Number of results that wait for a result of another client."""
+        return len(self._kept)
+
+    @property
+    def next_client(self) -> int | None:
+        """The client whose result is passed on next; None after the last one."""
+        return self._expected[0] if self._expected else None
+
+    def add(self, result: Result) -> None:
+        """Receive a result, and pass on those that no longer wait."""
+        self._kept[result.client] = result
+        while self._expected and self._expected[0] in self._kept:
+            self._done(self._kept.pop(self._expected.popleft()))
+
+
+def in_client_order(clients: Iterable[int], done: Done) -> Done:
+    """Return a function that receives results in any order, and calls `done` with them in the order of `clients`."""
+    return ClientOrder(clients, done).add

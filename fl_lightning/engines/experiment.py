@@ -148,7 +148,8 @@ class Experiment:
         policy, clock = self.round_policy or Synchronous(), self.clock
         if clock is None:
             name = type(policy).__name__
-            raise ConfigError(f"round_policy: {name} needs simulated times. Set clock, for example to DeviceClock.")
+            fix = "Set clock, for example to DeviceClock. For real seconds, set engine.timeout instead"
+            raise ConfigError(f"round_policy: {name} needs simulated times. {fix}.")
         if self.data.is_remote:
             raise ConfigError("clock: it simulates times, but the clients are machines of their own. Leave it out.")
         if not self.algorithm.server:

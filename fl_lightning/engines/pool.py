@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -11,10 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import ConfigError, FLError, one_line
+from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
-from fl_lightning.engines.base import Done, Engine
+from fl_lightning.core.terminal import echo
+from fl_lightning.engines.base import ClientOrder, Done, Engine
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
 from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
@@ -22,7 +25,10 @@ from fl_lightning.engines.worker import Worker
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
 FETCHED = 2  # tasks per worker that are taken from the iterator at a time
 POLL = 1.0  # seconds between checks for signals while no worker answers
-ATTEMPTS = 3  # times that a client's task is tried if workers are lost while running it
+SILENT = 60.0  # seconds without an answer after which a worker is reported
+SLOWER = 5.0  # the report also waits for this multiple of the longest time until an answer
+MEGABYTE = 1 << 20
+ATTEMPTS = 3  # workers that may be lost in a round before they are ready
 
 
 class WorkerLost(FLError):
@@ -50,11 +56,16 @@ class PoolWorker(ABC):
     Attributes:
         ready: Whether the worker has loaded the run's experiment (`Worker`).
         tasks: The tasks that were sent to the worker and are not answered yet, in order.
+        pending: Number of requests that are not answered yet.
+        since: The value of `time.monotonic` when the worker began with the oldest of them; infinite without requests.
+        report_at: The time from which on the worker is reported if it has not answered.
+        overdue: What the worker exceeded, if the engine has killed it for that; otherwise an empty string.
     """
 
     def __init__(self) -> None:
-        self.ready = False
+        self.ready, self.overdue = False, ""
         self.tasks: deque[Task] = deque()
+        self.pending, self.since, self.report_at = 0, math.inf, math.inf
 
     @abstractmethod
     def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
@@ -77,6 +88,55 @@ class PoolWorker(ABC):
     def end(self) -> None:
         """Stop the worker process without waiting for its tasks."""
 
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the worker process. `answer` then raises `WorkerLost`."""
+
+    def describe(self) -> str:
+        """Return what identifies the worker process, and whether it is stopped; by default an empty string."""
+        return ""
+
+
+class ResultWindow:
+    """Passes on results in the order of the clients, and limits the memory of those that wait for a slower client.
+
+    Args:
+        clients: The ids of the clients, in order.
+        done: Receives the results.
+        limit: Bytes of the results that may wait.
+        workers: Number of workers. Each can have a task or a result that waits, whatever its size.
+    """
+
+    def __init__(self, clients: Sequence[int], done: Done, limit: float, workers: int) -> None:
+        self._order, self._done = ClientOrder(clients, self._pass_on), done
+        self._limit, self._workers = limit, workers
+        self._bytes = self._largest = 0
+
+    def add(self, result: Result) -> None:
+        """Receive the result of a task."""
+        self._bytes += result.nbytes
+        self._largest = max(self._largest, result.nbytes)
+        self._order.add(result)
+
+    def _pass_on(self, result: Result) -> None:
+        self._bytes -= result.nbytes
+        self._done(result)
+
+    def has_room(self, task: Task, running: int, idle: bool) -> bool:
+        """Return whether a task may be sent to a worker: its result can wait, or need not wait for any other.
+
+        A result is assumed to be as large as the largest so far or, at first, as the message to the client.
+
+        Args:
+            task: The task.
+            running: Number of tasks that workers have.
+            idle: Whether the worker has none of them.
+        """
+        if task.client == self._order.next_client or (idle and self._order.kept + running < self._workers):
+            return True
+        size = self._largest or (task.download.nbytes if task.upload else 0)
+        return self._bytes + (running + 1) * size <= self._limit
+
 
 class PoolEngine(Engine):
     """Base class of engines that run clients' tasks in several worker processes or actors.
@@ -84,12 +144,30 @@ class PoolEngine(Engine):
     The largest tasks run first, tensors that tasks share are sent once, and tasks of lost workers are repeated. Workers
     are started when there are tasks for them, and kept from round to round.
 
+    Args:
+        timeout: Seconds that a client may take in one round. A worker that takes longer is killed and replaced. By
+            default there is no limit.
+        retries: How many times a client is trained again if its worker is lost or exceeds the time limit.
+        held_megabytes: Memory in MiB for results that wait for a slower client with a lower id. While it is full, no
+            other client starts. Each worker can have one such result, even if they take more.
+
     Attributes:
         pool_workers: The workers that have been started and are not lost.
+        start_seconds: Minimum time limit until a worker is ready.
+
+    Raises:
+        ConfigError: A number is out of range.
     """
 
-    def __init__(self) -> None:
+    start_seconds: float = math.inf
+
+    def __init__(self, timeout: float | None = None, retries: int = 2, held_megabytes: float = 256.0) -> None:
+        check_number("engine.timeout", timeout, "(0, inf)")
+        check_number("engine.retries", retries, "[0, 1000]")
+        check_number("engine.held_megabytes", held_megabytes, "[0, inf]")
+        self.timeout, self.retries, self.held_megabytes = timeout, retries, held_megabytes
         self.pool_workers: list[PoolWorker] = []
+        self._longest = 0.0
         self._loaded: Worker | None = None
         self._handle: Any = None
         self._lost: Counter[int | None] = Counter()  # by client; None: lost before it was ready
@@ -130,7 +208,7 @@ class PoolEngine(Engine):
         serialize_worker(worker)
 
     def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Send tasks to the workers, at most two to each at a time, and pass on the results as they arrive.
+        """Send tasks to the workers, at most two to each at a time, and pass on the results in the order of clients.
 
         Raises:
             ConfigError: The workers cannot load the `Worker` object.
@@ -138,6 +216,7 @@ class PoolEngine(Engine):
         """
         size = self._load(worker)
         arriving, store = iter(tasks), SharedTensorStore(self._new_storage())
+        window = ResultWindow(tasks.clients, done, self.held_megabytes * MEGABYTE, size)
         waiting: list[Task] = []
         while True:
             if not waiting:
@@ -145,7 +224,7 @@ class PoolEngine(Engine):
                 for task in waiting:
                     store.add(task)
             self.start_workers(min(size, len(waiting) + sum(bool(one.tasks) for one in self.pool_workers)))
-            self.assign(waiting, store, lambda task: len(worker.data.shard(task.client).train))
+            self.assign(waiting, store, lambda task: len(worker.data.shard(task.client).train), window)
             if not waiting and not any(one.tasks for one in self.pool_workers):
                 return
             for pool_worker in self.wait_for_answers():
@@ -153,7 +232,7 @@ class PoolEngine(Engine):
                 if pool_worker not in self.pool_workers:
                     waiting += pool_worker.tasks
                 if result:
-                    done(result)
+                    window.add(result)
 
     def start(self, worker: Worker) -> None:
         """Start all workers, and wait until they have loaded the run's experiment (`Worker`).
@@ -189,18 +268,63 @@ class PoolEngine(Engine):
             self._handle, self._loaded = self._store_experiment(worker), worker
             for pool_worker in self.pool_workers:
                 pool_worker.ready = False
-                pool_worker.send(self._handle)
+                self._send(pool_worker, self._handle)
         return size
 
     def wait_for_answers(self) -> Sequence[PoolWorker]:
         """Wait until at least one worker has answered or is lost, and return all such workers. A signal ends the wait.
 
+        Workers that exceed the time limit are killed, and others that have not answered for long are reported.
+
         Raises:
             Interrupted: SIGINT or SIGTERM has arrived.
         """
-        while not (answering := self._wait(POLL)):
+        while True:
+            left = min((self._deadline(one) for one in self.pool_workers), default=math.inf) - time.monotonic()
+            answering = self._wait(max(0.0, min(POLL, left)))
+            for pool_worker in self.pool_workers:
+                if pool_worker not in answering and not pool_worker.overdue:
+                    self._check_time(pool_worker)
+            if answering:
+                return answering
             self.check_interrupt()
-        return answering
+
+    def _deadline(self, pool_worker: PoolWorker) -> float:
+        """Return the value of `time.monotonic` at which a worker's next answer is overdue."""
+        if self.timeout is None or pool_worker.overdue:
+            return math.inf
+        return pool_worker.since + (self.timeout if pool_worker.ready else max(self.timeout, self.start_seconds))
+
+    def _check_time(self, pool_worker: PoolWorker) -> None:
+        """Kill a worker that exceeds the time limit. Print a line about one that takes much longer than all others."""
+        now = time.monotonic()
+        if self._deadline(pool_worker) <= now:
+            pool_worker.overdue = f"after {self.timeout:g} seconds without an answer (engine.timeout)"
+            pool_worker.kill()
+        elif pool_worker.report_at <= now:
+            taken = now - pool_worker.since
+            pool_worker.report_at = now + taken
+            echo(f"engine: {self._describe_silence(pool_worker, taken)}", to_stderr=True)
+
+    def _describe_silence(self, pool_worker: PoolWorker, seconds: float) -> str:
+        number, described = self.pool_workers.index(pool_worker) + 1, pool_worker.describe()
+        name = f"worker {number}" + (f" ({described})" if described else "")
+        if not pool_worker.tasks:
+            return f"{name} has not started after {seconds:.0f} s."
+        task = pool_worker.tasks[0]
+        others = f" The longest so far took {self._longest:.0f} s." if self._longest else ""
+        fix = "" if self.timeout else " To limit this time, set engine.timeout."
+        return f"{name} has not answered for {seconds:.0f} s: client {task.client}, round {task.round}.{others}{fix}"
+
+    def _send(self, pool_worker: PoolWorker, handle: Any, blocks: dict[int, Any] | None = None) -> None:
+        pool_worker.pending += 1
+        if pool_worker.pending == 1:
+            self._restart_clock(pool_worker)
+        pool_worker.send(handle, blocks)
+
+    def _restart_clock(self, pool_worker: PoolWorker) -> None:
+        pool_worker.since = time.monotonic() if pool_worker.pending else math.inf
+        pool_worker.report_at = pool_worker.since + max(SILENT, SLOWER * self._longest)
 
     def _store_experiment(self, worker: Worker) -> Any:
         """Store the run's experiment (`Worker`) where all workers can read it, and return its handle."""
@@ -211,14 +335,23 @@ class PoolEngine(Engine):
         while len(self.pool_workers) < number:
             pool_worker = self._start_worker()
             self.pool_workers.append(pool_worker)
-            pool_worker.send(self._handle)
+            self._send(pool_worker, self._handle)
 
     def _remove(self, pool_worker: PoolWorker) -> None:
         self.pool_workers.remove(pool_worker)
         pool_worker.end()
 
-    def assign(self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int]) -> None:
-        """Assign waiting tasks, largest first, each to the worker whose queued tasks have the fewest samples."""
+    def assign(
+        self, waiting: list[Task], store: SharedTensorStore, work: Callable[[Task], int], window: ResultWindow
+    ) -> None:
+        """Assign waiting tasks, largest first, each to the worker whose queued tasks have the fewest samples.
+
+        Args:
+            waiting: The tasks. Those that are assigned are removed.
+            store: The tensors that tasks share.
+            work: Returns the number of samples of a task.
+            window: Decides whether there is memory for the result of a task.
+        """
 
         def load(pool_worker: PoolWorker) -> int:
             return sum(work(task) for task in pool_worker.tasks)
@@ -226,11 +359,16 @@ class PoolEngine(Engine):
         waiting.sort(key=work)
         ready = [pool_worker for pool_worker in self.pool_workers if pool_worker.ready]
         while waiting and ready and len((pool_worker := min(ready, key=load)).tasks) < QUEUED:
-            task = waiting.pop()
+            running, idle = sum(len(one.tasks) for one in self.pool_workers), not pool_worker.tasks
+            last_first = reversed(range(len(waiting)))
+            place = next((each for each in last_first if window.has_room(waiting[each], running, idle)), None)
+            if place is None:
+                return
+            task = waiting.pop(place)
             serialized = SerializedValue(task, store)
             pool_worker.tasks.append(task)
             handle = self._new_storage()(serialized)
-            pool_worker.send(handle, {block: store.handles[block] for block in serialized.blocks})
+            self._send(pool_worker, handle, {block: store.handles[block] for block in serialized.blocks})
 
     def _receive(self, pool_worker: PoolWorker, shown: set[str]) -> Result | None:
         """Process a worker's answer, and return the result of a task, if any. A lost worker is removed.
@@ -243,7 +381,11 @@ class PoolEngine(Engine):
             answer = pool_worker.answer()
         except WorkerLost as loss:
             self._remove(pool_worker)
-            return self._count_loss(pool_worker, loss)
+            return self._count_loss(pool_worker, WorkerLost(pool_worker.overdue) if pool_worker.overdue else loss)
+        if answer.result:
+            self._longest = max(self._longest, time.monotonic() - pool_worker.since)
+        pool_worker.pending -= 1
+        self._restart_clock(pool_worker)
         for text, category, file, line in answer.warnings:
             if text not in shown:  # each worker sends it once
                 shown.add(text)
@@ -266,7 +408,7 @@ class PoolEngine(Engine):
         return answer.result
 
     def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count the workers lost while running a client's task. Return a failed result after 3, otherwise None.
+        """Count the workers lost while running a client's task. Return a failed result after the last retry, else None.
 
         Raises:
             WorkerLost: The third worker was lost before it was ready.
@@ -280,10 +422,11 @@ class PoolEngine(Engine):
             raise WorkerLost(
                 f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}{shown}"
             )
-        if not task or self._lost[task.client] < ATTEMPTS:
+        if not task or (lost := self._lost[task.client]) <= self.retries:
             return None
         pool_worker.tasks.popleft()
-        return failed_result(task, WorkerLost(f"{ATTEMPTS} worker processes died running it, the last of them {loss}"))
+        what = f"{lost} worker processes died running it, the last of them" if lost > 1 else "its worker process died"
+        return failed_result(task, WorkerLost(f"{what} {loss}"))
 
 
 def runs_script() -> bool:

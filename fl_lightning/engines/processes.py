@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import signal
@@ -10,7 +9,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +16,7 @@ from functools import partial
 from multiprocessing import connection, get_context, util
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -34,7 +33,6 @@ from fl_lightning.engines.task_server import Answer, Request, TaskServer
 from fl_lightning.engines.worker import Worker
 
 GRACE = 5.0  # seconds to wait for a process to end before it is killed
-START = 60.0  # minimum timeout until a process has started, because it imports torch
 ALIGNMENT = 64  # bytes, as in torch: the alignment of a matrix can affect how a product is rounded
 
 
@@ -44,7 +42,7 @@ class ProcessesEngine(PoolEngine):
     On a CPU, results are identical to the sequential engine's with the same number of threads. Processes start in the
     first round, which takes some seconds, and end with the run, or with the process that started them. Tensors that a
     round's clients share are in shared memory once. If a process is killed, it is replaced and its client is trained
-    again. A client fails if three processes die while training it. For Linux and macOS.
+    again. For Linux and macOS.
 
     Args:
         workers: Number of processes. By default, one for each GPU, or as many as there are cores for their threads.
@@ -53,10 +51,15 @@ class ProcessesEngine(PoolEngine):
             GPUs, several workers share a GPU.
         timeout: Seconds that a client may take in one round. A process that takes longer is killed and replaced. By
             default there is no limit.
+        retries: How many times a client is trained again if its process is killed or takes too long. Then it fails.
+        held_megabytes: Memory in MiB for results that wait for a slower client with a lower id. While it is full, no
+            other client starts. Each process can have one such result, even if they take more.
 
     Raises:
         ConfigError: A number is out of range, or `devices` is empty.
     """
+
+    start_seconds = 60.0  # it imports torch
 
     def __init__(
         self,
@@ -64,14 +67,15 @@ class ProcessesEngine(PoolEngine):
         threads: int = 1,
         devices: list[int] | None = None,
         timeout: float | None = None,
+        retries: int = 2,
+        held_megabytes: float = 256.0,
     ) -> None:
-        super().__init__()
+        super().__init__(timeout, retries, held_megabytes)
         check_positive("engine.", workers=workers)
         check_number("engine.threads", threads, "[1, 1024]")
-        check_number("engine.timeout", timeout, "(0, inf)")
         if devices is not None and not devices:
             raise ConfigError("engine.devices: no GPU is named; leave it out to use all, or set trainer.accelerator")
-        self.workers, self.threads, self.devices, self.timeout = workers, threads, devices, timeout
+        self.workers, self.threads, self.devices = workers, threads, devices
         self._context = get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self._context.set_forkserver_preload([__name__])
@@ -108,20 +112,14 @@ class ProcessesEngine(PoolEngine):
         held = [process.device for process in self._processes]
         device = min(self._places, key=held.count) if self._places else None
         with temporary_files():  # those of multiprocessing
-            return Process(self._context, self.threads, device, self.timeout)
+            return Process(self._context, self.threads, device)
 
     def _new_storage(self) -> Callable[[SerializedValue], Place]:
         return MemoryFile().append  # one file for all blocks of a round: a process may have few open files
 
     def _wait(self, seconds: float) -> Sequence[PoolWorker]:
-        """Wait for answers. If none arrives, kill overdue processes; the next call returns them."""
         by_connection = {process.connection: process for process in self._processes}
-        left = min(process.deadline for process in self._processes) - time.monotonic()
-        ready = connection.wait(list(by_connection), max(0.0, min(seconds, left)))
-        if not ready:
-            for process in self._processes:
-                process.kill_if_overdue()
-        return [by_connection[each] for each in ready]
+        return [by_connection[each] for each in connection.wait(list(by_connection), seconds)]
 
     @property
     def _processes(self) -> list[Process]:
@@ -136,16 +134,11 @@ class Process(PoolWorker):
         context: The `multiprocessing` context that starts the process.
         threads: Number of torch's threads.
         device: Index of the process's GPU, or None.
-        timeout: Seconds for each answer, or None for no limit.
-
-    Attributes:
-        deadline: The value of `time.monotonic` from which on the next answer is overdue.
     """
 
-    def __init__(self, context: Any, threads: int, device: int | None, timeout: float | None = None) -> None:
+    def __init__(self, context: Any, threads: int, device: int | None) -> None:
         super().__init__()
-        self.device, self.timeout, self.deadline = device, timeout, math.inf
-        self._expected, self._overdue = 0, False
+        self.device = device
         self.connection, theirs = context.Pipe()
         trainer = {} if device is None else {"devices": [device]}
         self._process = context.Process(target=serve, args=(theirs, threads, trainer), name="fl-lightning", daemon=True)
@@ -157,9 +150,6 @@ class Process(PoolWorker):
         """Send the worker process one request through shared memory: a task, or the experiment (`Worker`) to load."""
         spans = None if blocks is None else {number: block.spans for number, block in blocks.items()}
         files = {block.file.fd for block in (blocks or {}).values()}
-        self._expected += 1
-        if self._expected == 1:
-            self._restart_clock()
         with suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the loss
             send(self.connection, (handle.spans, spans), handle.file.fd, *files)
 
@@ -169,15 +159,15 @@ class Process(PoolWorker):
             spans, (file,) = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # the process ended, possibly while it was sending
             raise WorkerLost(self._describe_end(), exited=(self._process.exitcode or 0) > 0) from None
-        self._expected -= 1
-        self._restart_clock()
         return deserialize(file.read(spans), copy=True)
 
-    def kill_if_overdue(self) -> None:
-        """Kill the worker process if its answer is overdue. `answer` then raises an error that says so."""
-        if self.deadline <= time.monotonic():
-            self._overdue = True
-            self._process.kill()
+    def kill(self) -> None:
+        """Kill the worker process, also if it is stopped."""
+        self._process.kill()
+
+    def describe(self) -> str:
+        """Return the id of the worker process and, on Linux, whether it is stopped."""
+        return f"process {self._process.pid}" + (", stopped" if is_stopped(self._process.pid) else "")
 
     def end(self) -> None:
         """End the worker process by closing its connection. Kill the process if it does not end in time."""
@@ -186,15 +176,7 @@ class Process(PoolWorker):
         if self._process.is_alive():
             self._process.kill()
 
-    def _restart_clock(self) -> None:
-        if self.timeout is not None and self._expected:
-            self.deadline = time.monotonic() + (self.timeout if self.ready else max(self.timeout, START))
-        else:
-            self.deadline = math.inf
-
     def _describe_end(self) -> str:
-        if self._overdue:
-            return f"after {self.timeout:g} seconds without an answer (engine.timeout)"
         self._process.join(GRACE)
         code = self._process.exitcode
         if code is None or code >= 0:
@@ -324,6 +306,15 @@ def end_all(pool_workers: list[PoolWorker]) -> None:
     """End the worker processes of an engine that was not closed. Called when Python exits."""
     for pool_worker in pool_workers:
         pool_worker.end()
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a process is stopped by a signal such as SIGSTOP. False if the system does not say it in /proc."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state == "T"
 
 
 def usable_cores() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -43,8 +42,7 @@ class RayEngine(PoolEngine):
 
     On CPUs of the same model, results are identical to the sequential engine's with the same number of threads. The
     data and the tensors that a round's clients share are sent to each machine once, through Ray's object store. If an
-    actor or a machine is lost, its clients are trained again by other actors. A client fails if three actors die while
-    training it. Needs the extra `ray`.
+    actor or a machine is lost, its clients are trained again by other actors. Needs the extra `ray`.
 
     Without free CPUs or GPUs, the run waits and says so. Several runs can use one cluster: set `workers` in each.
 
@@ -60,8 +58,11 @@ class RayEngine(PoolEngine):
         data_dir: Folder on each machine that contains the dataset's file or folder, such as `$SCRATCH/data`. Each
             machine then reads the dataset itself. A machine that does not find it, or finds other values, receives it
             through the object store. By default all machines do.
-        timeout: Seconds that a client may take in one round. An actor that takes longer is killed and replaced. By
-            default there is no limit.
+        timeout: Seconds that a client may take in one round, once an actor has it. An actor that takes longer is killed
+            and replaced. By default there is no limit.
+        retries: How many times a client is trained again if its actor is lost or takes too long. Then it fails.
+        held_megabytes: Memory in MiB for results that wait for a slower client with a lower id. While it is full, no
+            other client starts. Each actor can have one such result, even if they take more.
 
     Raises:
         ConfigError: A number is out of range, or a file of `runtime_env` does not exist.
@@ -76,17 +77,18 @@ class RayEngine(PoolEngine):
         runtime_env: dict[str, Any] | None = None,
         data_dir: str | None = None,
         timeout: float | None = None,
+        retries: int = 2,
+        held_megabytes: float = 256.0,
     ) -> None:
-        super().__init__()
+        super().__init__(timeout, retries, held_megabytes)
         require_trust("engine.address", address)
         require_trust("engine.runtime_env", runtime_env)
         require_trust("engine.data_dir", data_dir)
         check_positive("engine.", workers=workers, threads=threads)
         check_number("engine.gpus", gpus, "[0, inf)")
-        check_number("engine.timeout", timeout, "(0, inf)")
         check_local_files(runtime_env or {})
         self.address, self.workers, self.threads, self.gpus = address, workers, threads, gpus
-        self.runtime_env, self.data_dir, self.timeout = runtime_env, data_dir, timeout
+        self.runtime_env, self.data_dir = runtime_env, data_dir
         self.gpus_per_actor = 0.0
         self._started, self._reported = False, 0.0
         self._opening: dict[Any, str] = {}  # the outcome of opening the dataset, and the machine
@@ -150,7 +152,7 @@ class RayEngine(PoolEngine):
 
     def _start_worker(self) -> Actor:
         self._reported = time.monotonic()
-        return Actor(self.threads, self.gpus_per_actor, self.timeout)
+        return Actor(self.threads, self.gpus_per_actor)
 
     def _store_experiment(self, worker: Worker) -> StoredExperiment:
         """Put the experiment into Ray's object store. With `data_dir`, machines begin to open the dataset."""
@@ -178,8 +180,6 @@ class RayEngine(PoolEngine):
         self._report_opened()
         if not ready:
             self._report_waiting()
-            for one in by_reference.values():
-                one.kill_if_overdue()
             return []
         ready, _ = import_ray().wait(references, num_returns=len(references), timeout=0)
         return [by_reference[reference] for reference in ready]
@@ -235,19 +235,16 @@ class Actor(PoolWorker):
     Args:
         threads: Number of torch's threads, and so of CPU cores, of the actor.
         gpus: Number of GPUs of the actor, possibly a fraction.
-        timeout: Maximum number of seconds that an answer to a task may take; None for no limit.
 
     Attributes:
         expected: References to the answers to come.
         started: Whether the actor has answered a request.
-        deadline: The time, by `time.monotonic()`, at which the next answer is overdue.
     """
 
-    def __init__(self, threads: int, gpus: float, timeout: float | None = None) -> None:
+    def __init__(self, threads: int, gpus: float) -> None:
         super().__init__()
         self.expected: list[Any] = []
-        self.started, self.timeout, self.deadline = False, timeout, math.inf
-        self._overdue = False
+        self.started = False
         actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
         self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
 
@@ -258,8 +255,6 @@ class Actor(PoolWorker):
         else:
             answer = self._actor.serve.remote(handle, blocks)
         self.expected.append(answer)
-        if len(self.expected) == 1:
-            self._restart_clock()
 
     def answer(self) -> Answer:
         """Return the Ray actor's next answer, copied from the object store."""
@@ -267,27 +262,15 @@ class Actor(PoolWorker):
         try:
             parts = ray.get(self.expected.pop(0))
         except ray.exceptions.RayError as error:
-            if self._overdue:
-                raise WorkerLost(f"after {self.timeout:g} seconds without an answer (engine.timeout)") from error
             raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
         self.started = True
-        self._restart_clock()
         return deserialize(parts, copy=True)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the Ray actor."""
         import_ray().kill(self._actor)
 
-    def kill_if_overdue(self) -> None:
-        """Kill the Ray actor if its answer is overdue. `answer` then raises an error that says so."""
-        if self.deadline <= time.monotonic():
-            self._overdue = True
-            self.end()
-
-    def _restart_clock(self) -> None:
-        """Start to measure the time until the next answer. There is no limit until the experiment is loaded."""
-        limited = self.timeout is not None and self.ready and self.expected
-        self.deadline = time.monotonic() + (self.timeout or 0.0) if limited else math.inf
+    end = kill
 
 
 class RemoteServer:

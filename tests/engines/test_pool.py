@@ -1,28 +1,31 @@
 """Engines with several workers: serialization, shared tensors, distribution of tasks, and lost workers."""
 
+import csv
 import gc
+import math
 import sys
 import warnings
 import weakref
 from collections import deque
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-from experiments import experiment, same_bytes, task_of_round, untimed
+from experiments import digits, experiment, same_bytes, task_of_round, untimed
 from hypothesis import given
 from hypothesis import strategies as st
 from task_runners import run_tasks, tasks_in
 
 from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.loss_term import LossTerm
-from fl_lightning.core.errors import Interrupted
+from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.core.message import Message
-from fl_lightning.core.task import Tasks
+from fl_lightning.core.task import Result, Tasks
 from fl_lightning.engines import Task, pool, ray, task_server
-from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, ResultWindow, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
 from fl_lightning.engines.task_server import Request, TaskServer
@@ -183,10 +186,14 @@ class LocalWorker(PoolWorker):
     def end(self):
         self.pool.ended += 1
 
+    def kill(self):
+        self.pool.killed.append(self.tasks[0].client if self.tasks else None)
+
 
 class LocalPool(PoolEngine):
-    def __init__(self, workers, lost_at=(), lost_at_start=0):
-        super().__init__()
+    def __init__(self, workers, lost_at=(), lost_at_start=0, **options):
+        super().__init__(**options)
+        self.killed = []
         self.workers, self.lost_at, self.lost_at_start = workers, list(lost_at), lost_at_start
         self.order, self.storages, self.started, self.ended, self.exited = [], [], 0, 0, False
 
@@ -250,7 +257,7 @@ def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
     run, tasks = started(tmp_path, engine)
     work = [len(shard.train) for shard in run.data.shards]
     assert len(set(work)) == len(work)
-    assert [result.client for result in run_tasks(engine, run.worker, tasks)] == engine.order
+    assert [result.client for result in run_tasks(engine, run.worker, tasks)] == list(range(6))
     assert engine.order != sorted(engine.order)
     # taken in twos; the next two are taken when the last of these is given away, one having been answered by then
     assert sorted(engine.order[:FETCHED]) == [0, 1]
@@ -260,12 +267,12 @@ def test_the_largest_of_the_tasks_taken_goes_first(tmp_path):
 
 @pytest.mark.thorough
 def test_tasks_are_taken_only_when_there_is_room(tmp_path):
-    engine, taken, arrived = LocalPool(2), 0, 0
-    run, tasks = started(tmp_path, engine)
+    engine, taken, arrived = LocalPool(2, held_megabytes=0), 0, 0
+    run, tasks = started(tmp_path, engine, scenario=digits(30, alpha=10))
 
     def watched():
         nonlocal taken
-        for one in tasks * 5:
+        for one in tasks:
             taken += 1
             yield one
 
@@ -274,7 +281,7 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
         arrived += 1
         assert taken - arrived < (QUEUED + FETCHED) * 2
 
-    engine.run(run.worker, Tasks([task.client for task in tasks * 5], watched()), done)
+    engine.run(run.worker, Tasks([task.client for task in tasks], watched()), done)
     assert arrived == taken == 30
 
 
@@ -387,9 +394,201 @@ def test_the_worker_with_the_least_work_gets_the_next_task(tmp_path):
     for worker in workers:
         worker.ready = True
     engine.pool_workers = workers
-    engine.assign(tasks[:4], SharedTensorStore(lambda serialized: None), lambda one: 1 if one.client else 100)
+    store, window = SharedTensorStore(lambda serialized: None), ResultWindow(range(6), None, 1e9, 2)
+    engine.assign(tasks[:4], store, lambda one: 1 if one.client else 100, window)
     assert [len(worker.tasks) for worker in workers] == [1, 2]
     assert workers[0].tasks[0].client == 0
+
+
+# --- Memory of results that wait ---
+
+
+class LastFirst(LocalPool):
+    """Client 0 is sent first and is slow: its worker answers only when no other worker can."""
+
+    def assign(self, waiting, store, work, window):
+        super().assign(waiting, store, lambda task: 100 - task.client, window)
+
+    def _wait(self, seconds):
+        working = [worker for worker in self.pool_workers if worker.inbox]
+        others = [worker for worker in working if not (worker.tasks and worker.tasks[0].client == 0)]
+        return (others or working)[:1]
+
+
+def finished_before_the_first(tmp_path, workers, held_megabytes):
+    """Train 20 clients, the first of which is slow. Return how many others have finished before, and the model."""
+    engine = LastFirst(workers, held_megabytes=held_megabytes)
+    run = experiment(tmp_path, engine=engine, rounds=1, clients_per_round=None, scenario=digits(20, alpha=10))
+    run.fit()
+    assert sorted(engine.order) == list(range(20))
+    return engine.order.index(0), run
+
+
+@pytest.mark.parametrize(("workers", "results", "finished"), [(2, 0, 1), (3, 0, 2), (2, 5.5, 3), (2, 100, 18)])
+def test_results_that_wait_for_a_slow_client_are_limited_by_memory(tmp_path, workers, results, finished):
+    alone = experiment(tmp_path / "1", rounds=1, clients_per_round=None, scenario=digits(20, alpha=10))
+    alone.fit()
+    size = alone.worker.run(task_of_round(alone, 1, 0)).nbytes
+    count, run = finished_before_the_first(tmp_path / "n", workers, results * size / pool.MEGABYTE)
+    assert count == finished
+    same(alone, run)
+
+
+def result_of(client, size):
+    upload = Message.pack({"model": {"w": torch.zeros(size // 2, dtype=torch.uint8)}})
+    return Result(client, 0, upload, {"own": {"v": torch.zeros(size - size // 2, dtype=torch.uint8)}})
+
+
+def test_a_window_counts_bytes_of_uploads_and_client_states():
+    passed = []
+    window = ResultWindow([3, 5, 6, 7, 8], lambda result: passed.append(result.client), 1000, 1)
+    tasks = {client: task(client, w=torch.zeros(100)) for client in (3, 5, 6, 7, 8)}  # messages of 400 bytes
+    assert window.has_room(tasks[3], 0, False)
+    assert window.has_room(tasks[5], 1, False)  # two of 400
+    assert not window.has_room(tasks[6], 2, False)
+    assert window.has_room(tasks[3], 9, False)  # all others wait for it
+    window.add(result_of(5, 300))
+    assert window.has_room(tasks[6], 1, False)  # one of 300 is there, two more may come
+    assert not window.has_room(tasks[7], 2, False)
+    window.add(result_of(6, 600))
+    assert not window.has_room(tasks[7], 1, False)
+    assert passed == []
+    window.add(result_of(3, 0))
+    assert passed == [3, 5, 6]
+    assert not window.has_room(tasks[8], 1, False)  # results of 600 bytes are possible
+    assert window.has_room(tasks[7], 1, False)
+    assert window.has_room(tasks[8], 0, False)
+
+
+def test_each_worker_may_have_one_task_whatever_its_size():
+    window = ResultWindow([3, 5, 6, 7, 8], None, 0, 3)
+    assert window.has_room(task(5), 2, True)
+    assert not window.has_room(task(5, w=torch.zeros(1)), 2, False)  # a second one only if there is memory
+    assert not window.has_room(task(5, w=torch.zeros(1)), 3, True)
+    window.add(result_of(5, 10))
+    assert window.has_room(task(6), 1, True)
+    assert not window.has_room(task(6), 2, True)
+
+
+def test_tasks_without_upload_have_room_until_a_result_shows_their_size():
+    window = ResultWindow(range(9), None, 1000, 1)
+    evaluation = replace(task(5, w=torch.zeros(10_000)), upload=False)
+    assert window.has_room(evaluation, 4, False)
+    window.add(result_of(4, 500))
+    assert not window.has_room(evaluation, 1, False)
+
+
+# --- Time limits ---
+
+
+class Clock:
+    """Time passes only while the engine waits and no worker answers."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+class HangingPool(LocalPool):
+    """Some clients hang: their workers do not answer until they are killed."""
+
+    def __init__(self, clock, hanging, **options):
+        super().__init__(2, **options)
+        self.clock, self.hanging, self.waits = clock, hanging, []
+
+    def _wait(self, seconds):
+        busy = [worker for worker in self.pool_workers if worker.inbox]
+        lost = [worker for worker in busy if worker.overdue]
+        answering = [worker for worker in busy if not worker.tasks or worker.tasks[0].client not in self.hanging]
+        if found := lost or answering:
+            return found[:1]
+        self.waits.append(seconds)
+        self.clock.now += seconds
+        return []
+
+    def _receive(self, pool_worker, shown):
+        if pool_worker.overdue:
+            self.lost_at.append(pool_worker.tasks[0].client)
+        return super()._receive(pool_worker, shown)
+
+
+@pytest.mark.parametrize(("retries", "words"), [(0, "its worker process died"), (1, "2 worker processes died")])
+def test_a_client_over_the_time_limit_is_tried_again_and_then_dropped(tmp_path, monkeypatch, retries, words):
+    clock = Clock(monkeypatch)
+    engine = HangingPool(clock, {3}, timeout=2.5, retries=retries)
+    options = {"clients_per_round": None, "rounds": 2, "on_client_failure": "drop"}
+    run = experiment(tmp_path, engine=engine, **options)
+    with pytest.warns(match=rf"client 3, round \d: {words} .*after 2.5 seconds .* \(engine.timeout\); dropped"):
+        run.fit()
+    assert engine.killed == [3] * 2 * (retries + 1)
+    assert [row["client/failed"] for row in run.csv.rows] == [1, 1]
+    assert clock.now == pytest.approx(2.5 * len(engine.killed))
+    with (tmp_path / "clients.csv").open() as file:
+        came = [row["client"] for row in csv.DictReader(file)]
+    assert came == ["0", "1", "2", "4", "5"] * 2
+    left = experiment(tmp_path / "left", engine=LocalPool(2, [3] * 6, retries=2), **options)
+    with pytest.warns(match="client 3, round"):
+        left.fit()
+    assert same_bytes(left.state["model"], run.state["model"])  # of those who came
+
+
+def test_the_clock_starts_with_the_first_request_and_again_with_each_answer(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    engine = LocalPool(1, timeout=5.0)
+    run, tasks = started(tmp_path, engine)
+    engine._load(run.worker)
+    clock.now = 100.0
+    engine.start_workers(1)
+    (worker,) = engine.pool_workers
+    assert engine._deadline(worker) == math.inf  # workers start as soon as they can
+    engine.start_seconds = 60.0
+    assert engine._deadline(worker) == 160
+    clock.now = 103.0
+    engine._receive(worker, set())
+    assert engine._deadline(worker) == math.inf  # nothing to do
+    clock.now = 110.0
+    store, window = SharedTensorStore(lambda serialized: serialized.parts), ResultWindow(range(6), None, 1e9, 2)
+    engine.assign(tasks[:2], store, lambda one: 1, window)
+    clock.now = 112.0
+    assert engine._deadline(worker) == 115
+    engine._receive(worker, set())
+    assert engine._deadline(worker) == 117
+    engine._receive(worker, set())
+    assert engine._deadline(worker) == math.inf
+
+
+def test_a_worker_that_does_not_answer_is_reported_with_its_client(tmp_path, monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    engine = HangingPool(clock, {4})
+    monkeypatch.setattr(LocalWorker, "describe", lambda worker: "process 7, stopped")
+
+    def end_after_some_minutes():
+        if clock.now > 500:
+            raise Interrupted(2, "stopped")
+
+    run, tasks = started(tmp_path, engine)
+    engine.check_interrupt = end_after_some_minutes
+    with pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4  # after 60, 120, 240 and 480 seconds
+    assert all("(process 7, stopped)" in line and "client 4, round 1." in line for line in lines)
+    assert "engine.timeout" in lines[0]
+    assert set(engine.waits) == {pool.POLL}
+
+
+def test_a_slow_client_among_slow_clients_is_not_reported(monkeypatch):
+    clock, worker = Clock(monkeypatch), LocalWorker(None)
+    engine = LocalPool(1)
+    engine._longest, worker.pending = 100.0, 1
+    engine._restart_clock(worker)
+    assert worker.report_at == clock.now + 500
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"held_megabytes": -1}])
+def test_bad_limits_are_named(options):
+    with pytest.raises(ConfigError, match=f"^engine.{next(iter(options))}: "):
+        LocalPool(1, **options)
 
 
 # --- The task server ---

@@ -1,8 +1,8 @@
 """Several processes: the same bytes, lost processes, and nothing left behind."""
 
-import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import time
 import types
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
-from fl_lightning.engines import ProcessesEngine, processes
+from fl_lightning.engines import ProcessesEngine, pool, processes
 from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.models import MLP
 
@@ -219,27 +220,53 @@ def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
     assert run.csv.rows[0]["client/failed"] == 1
 
 
-def test_the_clock_starts_with_the_first_task_and_again_with_each_answer(monkeypatch):
-    now = 0.0
-    place = types.SimpleNamespace(spans=[], file=types.SimpleNamespace(fd=-1, read=lambda spans: None))
-    monkeypatch.setattr(processes.time, "monotonic", lambda: now)
-    monkeypatch.setattr(processes, "send", lambda *_: None)
-    monkeypatch.setattr(processes, "receive", lambda _: ([], [place.file]))
-    monkeypatch.setattr(processes, "deserialize", lambda *_, **__: None)
-    process = object.__new__(processes.Process)
-    process.timeout, process.ready, process._expected, process.connection = 5.0, True, 0, None
-    now = 100.0
-    process.send(place)
-    now = 103.0
-    process.send(place)
-    assert process.deadline == 105
-    process.answer()
-    assert process.deadline == 108
-    process.answer()
-    assert process.deadline == math.inf
-    process.ready = False
-    process.send(place)
-    assert process.deadline == 103 + processes.START
+class Stops(LossTerm):
+    """Stops its own process once, at its first step in round 2, as SIGSTOP of another program would."""
+
+    name = Harmless.name
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.leader, self.due = str(folder), os.getpid(), False
+
+    def begin(self, module):
+        self.due = module.context.round == 2
+
+    def forward(self, step):
+        if self.due and os.getpid() != self.leader:
+            try:
+                (Path(self.folder) / "sigstop").touch(exist_ok=False)
+            except FileExistsError:
+                return step.logits.sum() * 0
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return step.logits.sum() * 0
+
+
+@pytest.mark.thorough
+def test_a_stopped_process_is_reported_and_replaced(tmp_path, engine, monkeypatch, capsys):
+    monkeypatch.setattr(pool, "SILENT", 0.5)
+    monkeypatch.setattr(pool, "SLOWER", 0.0)
+    monkeypatch.setattr(engine, "timeout", 3.0)
+    alone = experiment(tmp_path / "alone", FedSKC(loss_terms=[Harmless()]))
+    stopped = experiment(tmp_path / "stopped", FedSKC(loss_terms=[Stops(tmp_path)]), engine=engine)
+    alone.fit()
+    stopped.fit()
+    assert (tmp_path / "sigstop").exists()
+    line = next(line for line in capsys.readouterr().err.splitlines() if ", stopped)" in line)
+    assert re.search(r"^engine: worker \d \(process \d+, stopped\) .* client \d, round 2\.", line)
+    assert_same_run(alone, stopped)
+
+
+def test_only_a_stopped_process_is_found_to_be_stopped():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not processes.is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert processes.is_stopped(process.pid)
+        finally:
+            process.kill()
+    assert not processes.is_stopped(process.pid)
 
 
 # --- Signals, and what is left ---
@@ -446,7 +473,7 @@ def test_workers_are_distributed_over_gpus(monkeypatch, arguments, trainer, size
 
 
 class Placed:
-    def __init__(self, context, threads, device, timeout):
+    def __init__(self, context, threads, device):
         self.device = device
 
 

@@ -12,7 +12,6 @@ import pytest
 from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.engines import RayEngine
 from fl_lightning.engines import ray as ray_engine
-from fl_lightning.engines.pool import WorkerLost
 from fl_lightning.engines.ray import Actor, check_address
 
 
@@ -177,56 +176,6 @@ def test_an_actor_has_started_once_it_has_answered(monkeypatch):
     assert not actor.started
     assert actor.answer() == "answer"
     assert actor.started
-
-
-# --- Time limits ---
-
-
-class TimedCluster(Cluster):
-    """A cluster with one actor that loads the experiment, and never answers to a task."""
-
-    exceptions = SimpleNamespace(RayError=RuntimeError)
-    killed = False
-
-    def remote(self, **needs):
-        methods = {name: SimpleNamespace(remote=lambda *request: object()) for name in ("load", "serve")}
-        return lambda kind: SimpleNamespace(remote=lambda *arguments: SimpleNamespace(**methods))
-
-    def kill(self, actor):
-        self.killed = True
-
-    def get(self, reference):
-        if self.killed:
-            raise RuntimeError
-        return []
-
-
-def test_an_actor_that_takes_too_long_is_killed_and_named(monkeypatch):
-    cluster = TimedCluster()
-    engine = waiting(monkeypatch, cluster, timeout=3.0)
-    monkeypatch.setattr(ray_engine, "deserialize", lambda parts, copy: "answer")
-    (actor,) = engine.pool_workers
-    for _ in range(36):
-        engine._wait(1.0)  # to start an actor, and to load the experiment, may take longer
-    assert not cluster.killed
-    assert actor.answer() == "answer"
-    actor.ready = True
-    actor.send("task", {})
-    for _ in range(12):
-        assert not cluster.killed
-        engine._wait(1.0)
-    with pytest.raises(WorkerLost, match="after 3 seconds without an answer"):
-        actor.answer()
-
-
-def test_without_a_timeout_no_actor_is_killed(monkeypatch):
-    cluster = TimedCluster()
-    engine = waiting(monkeypatch, cluster)
-    engine.pool_workers[0].ready = True
-    engine.pool_workers[0].send("task", {})
-    for _ in range(100):
-        engine._wait(60.0)
-    assert not cluster.killed
 
 
 # --- Runtime environments ---
