@@ -74,7 +74,11 @@ def describe_job(ended: JobResult) -> str:
     if ended.code:
         return f"failed{time_taken and f' after {time_taken}'}: {ended.reason}"
     final = read_final(ended.job.folder) or {}
-    last = {name.removesuffix("_last"): value for name, value in final.items() if name.endswith("_last")}
+    last = {
+        name.removesuffix("_last"): value
+        for name, value in final.items()
+        if value is not None and name.endswith("_last")
+    }
     scores = [f"{label_of(name)} {last[name]:.4f}" for name in main_metrics([last])]
     return ", ".join([f"done{time_taken and f' in {time_taken}'}", *scores])
 
