@@ -14,7 +14,7 @@ from fl_lightning.evaluation.summary import best_and_last, is_lower_better, labe
 from fl_lightning.runs.reader import Run
 
 if TYPE_CHECKING:
-    from fl_lightning.callbacks.progress import Pace
+    from fl_lightning.callbacks.pace import Pace
 
 LONGEST_PAUSE = 2.0
 """Maximum number of seconds for which no further update is made after an update."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +36,9 @@ from fl_lightning.models.wrapped import call_arguments, original_of
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
+
+EXPORTERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+"""Loggers whose records, such as about packages that are not installed, mean nothing to somebody who exports a run."""
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 """Packages that are needed to write and check an `.onnx` file."""
@@ -389,8 +394,7 @@ def write_network(network: Network, path: Path, key: str = "-o") -> None:
     model = network.model["class_path"].rpartition(".")[2]
     others = ", ".join(suffix for suffix in FORMATS if suffix != path.suffix)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of torch's exporters
+        with quiet_exporters(), torch.no_grad():
             content = form.write(network)
             outputs = form.read(content, network)(network.samples)
     except Exception as error:
@@ -404,6 +408,22 @@ def write_network(network: Network, path: Path, key: str = "-o") -> None:
         write_atomically(path, content)
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be written: {one_line(error)}") from error
+
+
+@contextmanager
+def quiet_exporters() -> Iterator[None]:
+    """Context in which exporters show no warnings, log records and prints. Their errors are raised as usual."""
+    loggers = [logging.getLogger(name) for name in EXPORTERS]
+    before = [each.level for each in loggers]
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        warnings.simplefilter("ignore")
+        for each in loggers:
+            each.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for each, level in zip(loggers, before, strict=True):
+                each.setLevel(level)
 
 
 def same_outputs(one: Tensor, other: Tensor) -> bool:

@@ -142,10 +142,13 @@ def progress(status: RunStatus) -> Table:
 
 
 def describe_state(status: RunStatus) -> str:
-    """Return the line that describes the state of the run: waiting, in progress, without recent changes, or ended."""
+    """Return the line that describes the state of the run: waiting, in progress, silent, stopped, or ended."""
     done, seconds = len(status.run.rounds), status.round_seconds
     if status.ended:
         return f"ended after round {done}"
+    if status.stopped:
+        fix = f"resume it with: fl-lightning fit --resume {status.run.run_dir}"
+        return f"stopped after round {done}: its process has gone; {fix}"
     if status.silence > max(QUIET, 3 * (seconds or 0)) and done:
         fix = f"if it was stopped, resume it with: fl-lightning fit --resume {status.run.run_dir}"
         return f"nothing has changed for {format_duration(status.silence)}; {fix}"

@@ -15,6 +15,7 @@ from fl_lightning.core.files import lines_from, open_file, read_last_bytes
 from fl_lightning.core.names import Names
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.csv_reader import parse_rows, read_rows
+from fl_lightning.runs.folder import is_locked
 from fl_lightning.runs.partition import read_names
 from fl_lightning.runs.reader import DamagedRun, Run, complete_rounds, read_config, read_final
 
@@ -34,6 +35,7 @@ class RunStatus:
         ended: Whether the run has finished.
         silence: Seconds since the last change in the folder.
         since_round: Seconds since the last round ended. Before the first round, seconds since the run began.
+        stopped: Whether the run's process has gone before the run's end.
     """
 
     run: Run
@@ -43,6 +45,7 @@ class RunStatus:
     ended: bool
     silence: float
     since_round: float
+    stopped: bool = False
 
     @property
     def total(self) -> int | None:
@@ -61,7 +64,7 @@ class RunStatus:
     @property
     def seconds_left(self) -> float | None:
         """The estimated seconds left: remaining rounds times `round_seconds`, minus the time since the last round."""
-        if self.total is None or self.round_seconds is None or self.ended:
+        if self.total is None or self.round_seconds is None or self.ended or self.stopped:
             return None
         left = max(self.total - len(self.run.rounds), 0)
         return left * self.round_seconds - min(self.since_round, self.round_seconds) if left else 0.0
@@ -100,15 +103,18 @@ class RunMonitor:
             self._clients = last_measured(self.folder / "clients.csv", len(rows))
         if self._has_changed("partition.csv"):
             self._names = read_names(self.folder)
+        has_process = is_locked(self.folder)  # before the summary is read: a run writes it, then releases the lock
         run, now = Run(self.folder, self._config, rows, read_final(self.folder)), time.time()
+        ended = self._ended(run, last_round)
         return RunStatus(
             run,
             clients=self._clients,
             names=self._names,
             warnings=last_lines(self.folder / "warnings.txt", 3),
-            ended=self._ended(run, last_round),
+            ended=ended,
             silence=max(now - self._last_change(), 0.0),
             since_round=max(now - last_round, 0.0),
+            stopped=has_process is False and not ended,
         )
 
     def _ended(self, run: Run, last_round: float) -> bool:

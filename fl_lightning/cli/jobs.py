@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,10 +23,13 @@ from fl_lightning.analysis.study.executor import (
     run_jobs,
 )
 from fl_lightning.cli.main import describe_error, main
+from fl_lightning.core.durations import format_duration
 from fl_lightning.core.errors import ConfigError, FLError
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.core.terminal import echo
+from fl_lightning.evaluation.summary import label_of, main_metrics
+from fl_lightning.runs.reader import read_final
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -55,12 +59,28 @@ def run_missing(jobs: Sequence[Job], out: Path, workers: int, threads: int | Non
     """
     missing = [job for job in jobs if not is_finished(job.folder)]
     echo(f"{len(missing)} of {len(jobs)} runs to do, in {out}", to_stderr=True)
-    failed = []
+    failed, started = [], time.monotonic()
     for number, ended in enumerate(run_jobs(missing, FIT, workers, threads), start=1):
-        how = f"failed: {ended.reason}" if ended.code else "done"
-        echo(f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {how}", to_stderr=True)
+        left = (time.monotonic() - started) / number * (len(missing) - number)
+        line = f"{number} of {len(missing)}, {ended.job.folder.relative_to(out)}: {describe_job(ended)}"
+        echo(line + (f"; left {format_duration(left)}" if left else ""), to_stderr=True)
         failed += [ended] if ended.code else []
     return failed
+
+
+def describe_job(ended: JobResult) -> str:
+    """Return a text that says how a job ended, how long it took, and the last value of its main metrics."""
+    time_taken = format_duration(ended.seconds) if ended.seconds else ""
+    if ended.code:
+        return f"failed{time_taken and f' after {time_taken}'}: {ended.reason}"
+    final = read_final(ended.job.folder) or {}
+    last = {
+        name.removesuffix("_last"): value
+        for name, value in final.items()
+        if value is not None and name.endswith("_last")
+    }
+    scores = [f"{label_of(name)} {last[name]:.4f}" for name in main_metrics([last])]
+    return ", ".join([f"done{time_taken and f' in {time_taken}'}", *scores])
 
 
 def in_job_processes(

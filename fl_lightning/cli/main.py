@@ -20,7 +20,7 @@ from fl_lightning import __version__
 from fl_lightning.cli.commands import COMMANDS, NEED_TORCH
 from fl_lightning.cli.quick_exit import skip_final_collection
 from fl_lightning.core.errors import ConfigError, FLError, Interrupted, locate_user_code, one_line
-from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_signal
+from fl_lightning.core.interrupt import Stopped, describe_stop, end_on_interrupt, raise_on_signal
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import discard_stdout, echo, prepare_terminal, print_to_stderr, show_status
 
@@ -106,7 +106,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
         return code, one_line(f"{error.filename}: {error.strerror}. {fix}")
     chain = list(_chain(error))
     if stopped := [each for each in chain if isinstance(each, Stopped)]:
-        return 128 + stopped[0].number, f"stopped by {signal.Signals(stopped[0].number).name}"
+        return 128 + stopped[0].number, describe_stop(stopped[0].number)
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # such as by `| head`
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
@@ -162,10 +162,10 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         return 0
     if name == "fit" and load("fl_lightning.cli.options").is_multirun(words):
         name = "multirun"
-    line = load("fl_lightning.cli.command_line").read_command_line(name, words)
-    if name != "multirun":  # it checks the names of each of its runs
-        load("fl_lightning.cli.unknown_names").check_names(name, line)
     with show_status("loading PyTorch ...") if own_process and name in NEED_TORCH else nullcontext():
+        line = load("fl_lightning.cli.command_line").read_command_line(name, words)
+        if name != "multirun":  # it checks the names of each of its runs
+            load("fl_lightning.cli.unknown_names").check_names(name, line)
         command = load(f"fl_lightning.cli.commands.{name}")
         parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog = f"fl-lightning {name}"

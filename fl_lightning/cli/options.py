@@ -39,16 +39,21 @@ def value(kind: Any, help: str, **more: Any) -> Keywords:
     return {"type": kind, "help": help, **more}
 
 
-RUN = value(str, "Folder of the run.")
+RUN = value(str, "Folder of the run.", metavar="RUN")
 RUNS = value(str, "Folders of runs, at any depth.", nargs="+", metavar="RUN")
-CHECKPOINT = value(str, "last, best, or the number of a round.", default="last")
+CHECKPOINT = value(str, "last, best, or the number of a round.", default="last", metavar="ROUND")
 TRUST = switch("Run the code that another user's run names.")
 ONLY_RUNS = "Only runs with these settings. KEY=[a, b] accepts either value."
 WHERE = value(str, ONLY_RUNS, nargs="+", default=[], metavar="KEY=VALUE")
-BY = value(str, "Settings that define the groups: a,b,c. The end of a key is enough.", default="")
+BY = value(str, "Settings that define the groups: a,b,c. The end of a key is enough.", default="", metavar="KEYS")
 UNFINISHED = switch("Include unfinished runs, with the rounds they have.")
-THREADS = value(int | None, "Torch's threads for each; by default OMP_NUM_THREADS, or the cores divided by --workers.")
-REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+")
+WORKERS = value(int, "Number of runs at a time.", default=1, metavar="N")
+THREADS = value(
+    int | None,
+    "Torch's threads for each; by default OMP_NUM_THREADS, or the cores divided by --workers.",
+    metavar="N",
+)
+REFERENCE = value(str, "Test against the group with KEY=VALUE, or of this algorithm.", nargs="+", metavar="GROUP")
 PERCENT = switch("Show the metric in percent.")
 FORMAT = value(Literal["table", "csv", "latex", "markdown"], "Format of the output.", default="table")
 TARGETS = "Values of the metric: report when each was reached, and the cost."
@@ -80,7 +85,7 @@ MULTIRUN: dict[str, Keywords] = {
         int, "Run with each of these seeds, and compare. The same command resumes.", nargs="*", metavar="SEED"
     ),
     "-m --multirun": value(str, "Run each combination of these values, and compare.", nargs="*", metavar="KEY=A,B"),
-    "--workers": value(int, "Number of runs at a time.", default=1),
+    "--workers": WORKERS,
     "--threads": THREADS,
     "--out": value(str | None, "Folder of the runs; runs/multirun/CONFIG by default.", metavar="FOLDER"),
     "--reference": REFERENCE,
@@ -94,26 +99,28 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
     "multirun": MULTIRUN | {"words": value(str, "Command line of the runs.", nargs="*")},
     "test": {"run": RUN, "--checkpoint": CHECKPOINT, "--test_set": switch(TEST_SET), "--trust": TRUST},
     "watch": {
-        "run": value(str, "Folder of the run. For a folder of runs, the newest unfinished one is shown."),
-        "--every": value(float, "Seconds between updates.", default=1.0),
+        "run": value(
+            str, "Folder of the run. For a folder of runs, the newest unfinished one is shown.", metavar="RUN"
+        ),
+        "--every": value(float, "Seconds between updates.", default=1.0, metavar="SECONDS"),
         "--once": switch("Print the current state and exit. Without a terminal, this is the default."),
     },
     "partition": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
-        "--out": value(str | None, "Folder to write the figure (PNG) and the table (CSV) to."),
+        "--out": value(str | None, "Folder to write the figure (PNG) and the table (CSV) to.", metavar="FOLDER"),
         "--export": switch("With --out, write each client's samples to a folder of its own, for `fl-lightning node`."),
     },
     "deploy": {
         **{name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
-        "--out": value(str, "Folder to write the Flower app to.", default="app"),
-        "--test": value(str | None, "Folder or .npz file on the server with a global test set."),
+        "--out": value(str, "Folder to write the Flower app to.", default="app", metavar="FOLDER"),
+        "--test": value(str | None, "Folder or .npz file on the server with a global test set.", metavar="FILE"),
     },
     "node": {
         "site": value(str, "File that describes this client and its data.", metavar="FILE"),
         "--superlink": value(str, "Address of Flower's SuperLink.", default="127.0.0.1:8000", metavar="HOST:PORT"),
-        "--certificate": value(str | None, "Certificate of the authority that signed the SuperLink's."),
-        "--key": value(str | None, "This machine's private key, an OpenSSH key on an elliptic curve."),
-        "--state": value(str, "Folder in which the client keeps its state between rounds.", default="state"),
+        "--certificate": value(str | None, "Certificate of the authority that signed the SuperLink's.", metavar="FILE"),
+        "--key": value(str | None, "This machine's private key, an OpenSSH key on an elliptic curve.", metavar="FILE"),
+        "--state": value(str, "Folder for the client's state between rounds.", default="state", metavar="FOLDER"),
     },
     "compare": {
         "runs": RUNS,
@@ -121,9 +128,11 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--by": BY,
         "--across": value(str | None, "The setting whose values become columns; --by need not name it.", metavar="KEY"),
         "--architectures": switch("Compare the clients with each network of a Mixed: a column for each architecture."),
-        "--metric": value(str | None, "A column of metrics.csv; by default global/acc, or client/acc_mean, or mae."),
+        "--metric": value(
+            str | None, "By default global/acc, or client/acc_mean, or mae, of metrics.csv.", metavar="COLUMN"
+        ),
         "--mode": value(Literal["max", "min"] | None, "Direction of the metric; by default its own."),
-        "--target": value(float, TARGETS, nargs="+", default=[]),
+        "--target": value(float, TARGETS, nargs="+", default=[], metavar="VALUE"),
         "--reference": REFERENCE,
         "--unfinished": UNFINISHED,
         "--percent": PERCENT,
@@ -134,16 +143,16 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "-o --out": value(str, FIGURE_FILE, default="figure.pdf", metavar="FILE"),
         "--kind": value(Literal["curves", "bars", "clients", "partition"], FIGURE_KIND, default="curves"),
         "--x": value(Literal["round", "bytes", "seconds", "simulated"], "The x axis of curves.", default="round"),
-        "--y": value(str | None, FIGURE_METRIC),
+        "--y": value(str | None, FIGURE_METRIC, metavar="COLUMN"),
         "--where": WHERE,
         "--by": BY,
         "--across": value(str | None, "The setting whose values get axes, or clusters, of their own.", metavar="KEY"),
         "--unfinished": UNFINISHED,
         "--percent": PERCENT,
         "--y_limits": value(float, "Ends of the y axis, as drawn, such as 60 100.", nargs=2, metavar=("LOW", "HIGH")),
-        "--width": value(float | FIGURE_WIDTHS, FIGURE_WIDTH, default="column"),
-        "--font": value(str, FIGURE_FONT, default="sans"),
-        "--font_size": value(float, FONT_SIZE, default=8),
+        "--width": value(float | FIGURE_WIDTHS, FIGURE_WIDTH, default="column", metavar="INCHES"),
+        "--font": value(str, FIGURE_FONT, default="sans", metavar="NAME"),
+        "--font_size": value(float, FONT_SIZE, default=8, metavar="POINTS"),
     },
     "report": {
         "runs": RUNS,
@@ -161,17 +170,17 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--trust": TRUST,
     },
     "sweep": {
-        "sweep": value(str, "A W&B sweep file, or the name of an included one.", nargs="?"),
-        "--workers": value(int, "Number of runs at a time.", default=1),
+        "sweep": value(str, "A W&B sweep file, or the name of an included one.", nargs="?", metavar="FILE"),
+        "--workers": WORKERS,
         "--threads": THREADS,
-        "--count": value(int | None, "Number of trials; random and bayes need it."),
-        "--out": value(str | None, "The sweep's folder; runs/sweeps/NAME by default."),
-        "--seed": value(int, "Seed of random and bayes.", default=0),
+        "--count": value(int | None, "Number of trials; random and bayes need it.", metavar="N"),
+        "--out": value(str | None, "The sweep's folder; runs/sweeps/NAME by default.", metavar="FOLDER"),
+        "--seed": value(int, "Seed of random and bayes.", default=0, metavar="SEED"),
         "--set": value(str, "Set a key in every trial.", action="append", metavar="KEY=VALUE"),
     },
     "benchmark": {
         "benchmark": value(str, "A benchmark file, or the name of an included one.", metavar="FILE"),
-        "--workers": value(int, "Number of runs at a time.", default=1),
+        "--workers": WORKERS,
         "--threads": THREADS,
         "--set": value(str, "Set keys in every run.", nargs="+", metavar="KEY=VALUE"),
         "--out": value(str | None, "The benchmark's folder; runs/benchmarks/NAME by default.", metavar="FOLDER"),
@@ -179,16 +188,16 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--format": FORMAT,
     },
     "reproduce": {
-        "table": value(str, "A table's file, or the name of an included one: `fl-lightning list papers`."),
-        "--rows": value(str, "Rows, by name or part of a name; all by default.", nargs="+"),
-        "--columns": value(str, "Columns, by name or part of a name; all by default.", nargs="+"),
-        "--seeds": value(int, "Seeds; by default those of the table.", nargs="+"),
-        "--scale": value(float, SCALE, default=1.0),
+        "table": value(str, "A table's file, or an included one's name: `fl-lightning list papers`.", metavar="TABLE"),
+        "--rows": value(str, "Rows, by name or part of a name; all by default.", nargs="+", metavar="NAME"),
+        "--columns": value(str, "Columns, by name or part of a name; all by default.", nargs="+", metavar="NAME"),
+        "--seeds": value(int, "Seeds; by default those of the table.", nargs="+", metavar="SEED"),
+        "--scale": value(float, SCALE, default=1.0, metavar="FACTOR"),
         "--scale_epochs": switch("Let --scale multiply local epochs, too."),
         "--set": value(str, "Set keys in every run; overrides the table and --scale.", nargs="+", metavar="KEY=VALUE"),
-        "--workers": value(int, "Number of runs at a time.", default=1),
+        "--workers": WORKERS,
         "--threads": THREADS,
-        "--out": value(str | None, "Folder of the runs; runs/reproduce/TABLE by default."),
+        "--out": value(str | None, "Folder of the runs; runs/reproduce/TABLE by default.", metavar="FOLDER"),
         "--show": switch("Show finished runs without starting any."),
         "--format": value(Literal["table", "markdown", "csv"], "Format of the output.", default="table"),
     },
@@ -197,7 +206,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--data": value(Literal["images", "table", "text"], "The kind of data of the config.", default="images"),
     },
     "cite": {"names": value(str, CITED, nargs="*", metavar="NAME")},
-    "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
+    "list": {"kind": value(str, " | ".join(KINDS), nargs="?", metavar="NAME")},
     "completion": {
         "shell": value(Literal["bash", "zsh"], SHELL),
     },
@@ -321,7 +330,8 @@ def _experiment_options() -> dict[str, Option]:
     keys = {one.name: one.option for path in classes for one in parameters(find_class(f"fl_lightning.{path}"))}
     keys = {name: option for name, option in keys.items() if name.partition(".")[0] not in ("training", "trainer")}
     keys["logger"]["default"] = EXPERIMENT_DEFAULTS["logger"]["class_path"].rpartition(".")[2]
-    keys["baselines"] = {"metavar": "VALUE", "help": BASELINES}
+    keys["run_dir"]["metavar"] = "FOLDER"
+    keys["baselines"] = {"metavar": "FILE", "help": BASELINES}
     keys |= {f"trainer.{name}": option for name, option in TRAINER.items()}
     return {
         "config": {"flags": ["-c", "--config"], "metavar": "FILE", "help": CONFIG},

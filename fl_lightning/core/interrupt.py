@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from fl_lightning.core.terminal import CLEAR_LINE, can_erase
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,17 +32,30 @@ def stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
+def end(number: int, frame: FrameType | None) -> None:
+    """Signal handler that ends the process with a line on stderr and exit code 128 + n, without cleaning up."""
+    clear = CLEAR_LINE if os.isatty(2) and can_erase() else ""  # of the status and of the terminal's own ^C
+    with suppress(OSError):
+        os.write(2, f"{clear}fl-lightning: {describe_stop(number)}\n".encode())  # `print` may have been interrupted
+    os._exit(128 + number)
+
+
 def end_on_interrupt() -> None:
-    """Make SIGINT end the process silently, as SIGTERM does, while there is nothing to clean up."""
+    """Make SIGINT end the process at once, while there is nothing to clean up. SIGTERM does so anyway."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes of a shell may ignore it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, end)
+
+
+def describe_stop(number: int) -> str:
+    """Return the message about a process that a signal stopped."""
+    return f"stopped by {signal.Signals(number).name}"
 
 
 @contextmanager
 def raise_on_signal(number: int) -> Iterator[None]:
     """Context in which a signal raises `Stopped`, unless the signal is ignored or handled by other code."""
     before = signal.getsignal(number)
-    ours = before in (signal.SIG_DFL, signal.default_int_handler)
+    ours = before in (signal.SIG_DFL, signal.default_int_handler, end)
     if not ours or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -12,6 +12,9 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import TextIO
 
+CLEAR_LINE = "\r\x1b[K"
+"""Control characters that erase the line of the cursor."""
+
 
 def prepare_terminal() -> str | None:
     """Prepare standard streams and environment variables. Return the reason if no command can run, else None."""
@@ -76,15 +79,19 @@ def show_status(text: str) -> Iterator[None]:
     `TERM=dumb`, which cannot erase it, keeps the status as a line.
     """
     shown = sys.stderr is not None and sys.stderr.isatty()
-    erases = os.environ.get("TERM") not in (None, "", "dumb")
     if shown:
-        echo(text, end="\r" if erases else "\n", to_stderr=True)
+        echo(text, end="\r" if can_erase() else "\n", to_stderr=True)
     try:
         yield
     finally:
-        if shown and erases:
+        if shown and can_erase():
             with suppress(OSError, ValueError):
-                print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases to the end of the line
+                print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
+def can_erase() -> bool:
+    """Return whether the terminal understands control characters, according to `TERM`."""
+    return os.environ.get("TERM") not in (None, "", "dumb")
 
 
 def echo(text: str, end: str = "\n", to_stderr: bool = False) -> None:

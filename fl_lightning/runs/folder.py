@@ -18,10 +18,17 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fl_lightning.core.errors import CheckpointError, ConfigError
-from fl_lightning.core.files import UNFINISHED, path_below, read_file, write_atomically
+from fl_lightning.core.files import UNFINISHED, open_file, path_below, read_file, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
 OWNER = ".owner"
+LOCK_SECONDS = 0.2
+"""Seconds in which a lock must become free: `is_locked` holds it for an instant."""
 SIGNATURE = ".signature"
 
 RUN_FILES = (
@@ -68,7 +75,7 @@ def lock_run_dir(folder: Path, others: Collection[str] = ()) -> Iterator[list[Pa
         created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         refuse_special_files(folder, others)
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=LOCK_SECONDS, poll_interval=LOCK_SECONDS / 10)
     except Timeout:
         raise ConfigError(f"{folder}: {lock_owner(folder)} uses this folder. Wait for it, or stop it.") from None
     except OSError as error:
@@ -109,6 +116,24 @@ def lock_owner(folder: Path) -> str:
                 return owner
         time.sleep(0.1)
     return "another process"
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a run folder; None if this cannot be known.
+
+    It cannot be known if the folder has no lock file, or if its file system has no locks. Nothing is written, and the
+    lock of a process that is about to take it is delayed by microseconds at most.
+    """
+    if fcntl is None:
+        return None
+    try:
+        with open_file(folder / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def _has_ended(owner: str) -> bool:

@@ -223,7 +223,8 @@ def test_a_stopped_job_writes_a_checkpoint_and_resumes(here):
     assert earlier_result(slow) is None
     assert list((here / "points/slow/checkpoints").glob("round-*"))
     (ended,) = run_jobs([slow], FIT, threads=1)
-    assert ended == JobResult(slow, 0, "")
+    assert ended[:3] == (slow, 0, "")
+    assert ended.seconds > 0
     assert "round 1/3" not in (here / "points/slow/log.txt").read_text().partition("stopped by SIGTERM")[2]
     tiny(here / "alone", "--algorithm.loss_terms=[witness.Slow]")
     assert untimed_rows(here / "points/slow") == untimed_rows(here / "alone")
@@ -243,7 +244,8 @@ def test_a_killed_job_runs_again_in_the_next_call(here):
     assert killed.reason == "killed by SIGKILL (likely out of memory: fewer workers need less)"
     assert not (here / "points/slow/failed.txt").exists()
     (ended,) = run_jobs([slow], FIT, threads=1)
-    assert ended == JobResult(slow, 0, "")
+    assert ended[:3] == (slow, 0, "")
+    assert ended.seconds > 0
 
 
 @pytest.mark.thorough
@@ -262,7 +264,7 @@ def test_a_job_waits_for_another_process_in_its_folder(here):
         return False
 
     (ended,) = run_jobs([one], FIT, threads=1, should_stop=look)
-    assert ended == JobResult(one, 0, "")
+    assert ended == JobResult(one, 0, "")  # not started again
     assert all(seen == [".lock", "final"] for seen in polls[:4])
     assert not (here / "points/one/metrics.csv").exists()
 

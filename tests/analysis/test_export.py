@@ -1,7 +1,10 @@
 """`fl-lightning export`: a file of each format, loaded by its own program, gives the outputs of the run's module."""
 
+import logging
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -12,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import ClientModule, open_run
-from fl_lightning.analysis.export import FORMATS, Network, network_of, same_outputs, write_network
+from fl_lightning.analysis.export import FORMATS, Format, Network, network_of, same_outputs, write_network
 from fl_lightning.client.exported import rebuilt
 from fl_lightning.core.config import read_config
 from fl_lightning.core.errors import ConfigError
@@ -369,3 +372,23 @@ def test_a_lightning_checkpoint_keeps_the_objective(tmp_path):
         path = tmp_path / f"{type(objective).__name__}.ckpt"
         write_network(network, path)
         assert ClientModule.load_from_checkpoint(path).objective == objective
+
+
+def test_exporters_print_nothing(monkeypatch, tmp_path, capsys, caplog):
+    """Such as torch's warning that torchvision is not installed."""
+
+    def chatty(network):
+        print("[torch.onnx] Obtain model graph ...")
+        print("progress", file=sys.stderr)
+        logging.getLogger("torch.onnx.exporter").warning("torchvision is not installed")
+        logging.getLogger("onnxscript").warning("Applied 3 rewrite rules")
+        warnings.warn("deprecated", stacklevel=2)
+        return b"content"
+
+    network = SimpleNamespace(model={"class_path": "a.Model"}, samples=None, outputs=torch.ones(2), schema=None)
+    monkeypatch.setitem(FORMATS, ".onnx", Format("ONNX", chatty, lambda content, network: lambda x: torch.ones(2)))
+    write_network(network, tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx").read_bytes() == b"content"
+    assert (*capsys.readouterr(), caplog.text) == ("", "", "")
+    logging.getLogger("onnxscript").warning("shown again")
+    assert "shown again" in caplog.text

@@ -1,5 +1,6 @@
 """`fl-lightning fit --seeds ... --multirun ...`: the grid, the refusals, the runs and the comparison."""
 
+import json
 import os
 import re
 import signal
@@ -7,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from commands import TINY, contents, run, tiny, untimed_rows
 from run_folders import changed
 
+from fl_lightning.analysis.study.executor import Job, JobResult
 from fl_lightning.analysis.study.multirun import combinations, multirun_jobs, parse_grid, split_values
 from fl_lightning.cli import jobs
+from fl_lightning.cli.jobs import describe_job, run_missing
 from fl_lightning.core.errors import ConfigError
 
 FIT = ("fit", "--config", "tiny.yaml")
@@ -191,6 +195,46 @@ def test_a_config_cannot_contain_the_options(here):
     assert run(*FIT).err == f"fl-lightning: error: {message}\n"
 
 
+# --- The lines about runs ---
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "seconds", "line"),
+    [
+        (0, "", 61.0, "done in 2 min, global acc 0.5000, client acc 0.2500"),
+        (0, "", 0.0, "done, global acc 0.5000, client acc 0.2500"),
+        (1, "diverged", 3.0, "failed after 3 s: diverged"),
+        (1, "diverged", 0.0, "failed: diverged"),
+    ],
+    ids=["done", "done before", "failed", "failed before"],
+)
+def test_the_line_of_a_run_has_its_score_and_its_time(code, reason, seconds, line, tmp_path):
+    final = {"rounds": 3, "global/acc_last": 0.5, "global/acc_best": 0.75, "client/acc_mean_last": 0.25, "R_0.5": None}
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "summary.json").write_text(json.dumps(final))
+    assert describe_job(JobResult(Job(tmp_path, ()), code, reason, seconds)) == line
+
+
+def test_lines_say_how_much_time_is_left(tmp_path, monkeypatch, capsys):
+    """After 1 of 3 jobs in 40 s, 80 s are left; after 2 of them in 60 s, 30 s."""
+    clock = SimpleNamespace(now=0.0)
+    jobs = [Job(tmp_path / str(k), ()) for k in range(3)]
+
+    def run_jobs(jobs, *args):
+        for job, seconds in zip(jobs, (40, 20, 30), strict=True):
+            clock.now += seconds
+            yield JobResult(job, 1, "diverged", seconds)
+
+    monkeypatch.setattr("fl_lightning.cli.jobs.run_jobs", run_jobs)
+    monkeypatch.setattr("fl_lightning.cli.jobs.time", SimpleNamespace(monotonic=lambda: clock.now))
+    assert len(run_missing(jobs, tmp_path, 1, None)) == 3
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "1 of 3, 0: failed after 40 s: diverged; left 2 min",
+        "2 of 3, 1: failed after 20 s: diverged; left 30 s",
+        "3 of 3, 2: failed after 30 s: diverged",
+    ]
+
+
 # --- The runs ---
 
 
@@ -203,7 +247,8 @@ def test_all_combinations_and_seeds_are_run_once_and_compared(here, started):
     assert err.splitlines()[0] == "2 of 2 runs to do, in runs/multirun/tiny"
     assert folders().keys() == {"algorithm-FedAvg/seed_0", "algorithm-fedprox/seed_0"}
     second = folders()["algorithm-fedprox/seed_0"].relative_to("runs/multirun/tiny")
-    assert err.splitlines()[2] == f"2 of 2, {second}: done"
+    assert re.fullmatch(rf"2 of 2, {second}: done, global acc 0\.\d{{4}}, client acc 0\.\d{{4}}", err.splitlines()[2])
+    assert re.search(r"; left \d+ s$", err.splitlines()[1])
     started.clear()
     code, out, err = run(*words, "0", "3", "--reference", "FedProx")
     assert sorted(job.words[-1] for job, *_ in started) == ["--seed=3"] * 2

@@ -1,5 +1,7 @@
 """`fl-lightning watch`: the files that it reads, its screen, and that it does not change the run."""
 
+import errno
+import fcntl
 import io
 import json
 import math
@@ -26,6 +28,7 @@ from typing import Any
 import pytest
 import yaml
 from commands import contents, run, tiny, untimed_rows
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -36,6 +39,7 @@ from fl_lightning.analysis.run_screen import RunScreen, Terminal, format_duratio
 from fl_lightning.analysis.run_status import RunMonitor, RunStatus, last_lines, last_measured
 from fl_lightning.core.names import Names
 from fl_lightning.runs.csv_reader import read_rows
+from fl_lightning.runs.folder import LOCK, is_locked, lock_run_dir
 from fl_lightning.runs.reader import Run
 
 CONFIG = {
@@ -79,9 +83,17 @@ def status_of(
     silence: float = 0.0,
     since_round: float = 0.0,
     folder: str = "runs/one",
+    stopped: bool = False,
 ) -> RunStatus:
     return RunStatus(
-        Run(Path(folder), dict(config), list(rows)), list(clients), names, list(warnings), ended, silence, since_round
+        Run(Path(folder), dict(config), list(rows)),
+        list(clients),
+        names,
+        list(warnings),
+        ended,
+        silence,
+        since_round,
+        stopped,
     )
 
 
@@ -280,13 +292,17 @@ def test_parts_of_the_screen():
         (status_of(rounds(3, **{"time/round_s": math.inf})), "round 4 is under way"),
         (status_of(rounds(30)), "all rounds are done, final files are being written"),
         (status_of(rounds(12), ended=True, silence=1e6), "ended after round 12"),
+        (
+            status_of(rounds(12), stopped=True, silence=1),
+            "stopped after round 12: its process has gone; resume it with: fl-lightning fit --resume runs/one",
+        ),
     ],
-    ids=["waits", "running", "silent", "slow", "no times", "all done", "ended"],
+    ids=["waits", "running", "silent", "slow", "no times", "all done", "ended", "stopped"],
 )
 def test_the_line_about_progress(status, line):
     lines = shown(status, 200).splitlines()
     assert any(message.startswith(line) for message in lines), lines
-    assert ("--resume runs/one" in "".join(lines)) == line.startswith("nothing")
+    assert ("--resume runs/one" in "".join(lines)) == line.startswith(("nothing", "stopped"))
 
 
 @pytest.mark.parametrize(
@@ -605,6 +621,53 @@ def test_watch_shows_new_rounds_and_ends_with_the_run(tmp_path):
         run_folder(folder, 30, ended=True)
         assert one.end() == 0
     assert "ended after round 30" in one.output.decode().rpartition("\x1b[?1049l")[2]
+
+
+def test_watch_ends_when_the_process_of_the_run_has_gone(tmp_path):
+    folder = run_folder(tmp_path / "run", 12)
+    with FileLock(folder / LOCK) as lock, watcher(folder, "--every", "0.05") as one:
+        one.wait_for("round 13 is under way", 2)
+        lock.release()  # as the system does when a process ends
+        assert one.end() == 0
+    left = " ".join(one.output.decode().rpartition("\x1b[?1049l")[2].split())
+    assert "stopped after round 12: its process has gone" in left
+
+
+def test_a_poll_sees_whether_a_process_holds_the_lock(tmp_path):
+    folder, ended = run_folder(tmp_path / "run", 12), run_folder(tmp_path / "ended", 30, ended=True)
+    assert not RunMonitor(folder).poll().stopped  # a folder without lock, such as a copy
+    for path, stopped in ((folder, True), (ended, False)):
+        with FileLock(path / LOCK):
+            assert is_locked(path) is True
+            assert not RunMonitor(path).poll().stopped
+        assert is_locked(path) is False
+        status = RunMonitor(path).poll()
+        assert status.stopped == stopped
+        assert status.ended != stopped
+        assert status.seconds_left is None
+
+
+def test_a_lock_that_is_no_regular_file_or_without_support_is_unknown(tmp_path, monkeypatch):
+    assert is_locked(tmp_path) is None
+    (tmp_path / LOCK).touch()
+    assert is_locked(tmp_path) is False
+
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    assert is_locked(tmp_path) is None
+
+
+def test_watching_does_not_keep_a_run_from_starting(tmp_path):
+    """The monitor holds the lock for an instant, which a starting run waits for."""
+    run_folder(tmp_path, 3)
+    (tmp_path / LOCK).touch()
+    with open(tmp_path / LOCK) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with lock_run_dir(tmp_path):
+            assert is_locked(tmp_path)
 
 
 @pytest.mark.thorough

@@ -10,7 +10,8 @@ from experiments import ONE_EPOCH, experiment
 from rich.console import Console
 
 from fl_lightning.callbacks import RoundCallback, RoundProgress
-from fl_lightning.callbacks.progress import Bars, Lines, Pace
+from fl_lightning.callbacks.pace import Pace
+from fl_lightning.callbacks.progress import Bars, Lines
 from fl_lightning.core.round_progress import listen, report_client, report_steps, report_waiting
 from fl_lightning.engines import Engine, SequentialEngine, StackedEngine
 

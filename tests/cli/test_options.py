@@ -1,6 +1,7 @@
 """Arguments that are read from the sources agree with the imported classes."""
 
 import inspect
+from argparse import SUPPRESS
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fl_lightning.analysis.export import FORMATS
 from fl_lightning.cli import catalogue
 from fl_lightning.cli.command_line import join_values
 from fl_lightning.cli.commands import COMMANDS
-from fl_lightning.cli.options import OPTIONS, TRAINER, command_parser, options_of
+from fl_lightning.cli.options import OPTIONS, TRAINER, command_parser, key_of, options_of
 from fl_lightning.cli.signatures import NO_DEFAULT, Parameter, parameters
 from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.loggers import wandb as wandb_logger
@@ -81,6 +82,18 @@ def test_the_options_of_a_command_equal_its_parsers(command):
         default = plain(arguments[name].default)
         if not name.startswith("trainer.") and default not in (None, [], "", False, "==SUPPRESS=="):
             assert option["default"] == default
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_placeholders_of_a_commands_own_options_say_what_to_type(command):
+    """Such as RUN, FILE or FOLDER: no type, and not just the option's name in capitals."""
+    for flags, keywords in OPTIONS[command].items():
+        if keywords["help"] == SUPPRESS or keywords.get("action") == "store_true":
+            continue
+        option = options_of(command)[key_of(flags)]
+        assert option["metavar"] not in ("TEXT", "INT", "NUMBER", "VALUE") or key_of(flags) == "target", flags
+        if key_of(flags) not in ("run", "table", "name", "seed"):
+            assert option["metavar"] != key_of(flags).upper(), flags
 
 
 def test_help_has_the_trainers_options_and_the_formats_of_export():

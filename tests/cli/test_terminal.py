@@ -15,7 +15,7 @@ from commands import TINY, run
 import fl_lightning.cli.commands.list  # noqa: F401, replaced below
 from fl_lightning.core.errors import Interrupted
 from fl_lightning.core.interrupt import Stopped
-from fl_lightning.core.terminal import print_to_stderr, show_status
+from fl_lightning.core.terminal import CLEAR_LINE, print_to_stderr, show_status
 
 COMMAND = [sys.executable, "-m", "fl_lightning"]
 
@@ -106,7 +106,7 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize(
     ("stream", "term", "before", "after"),
     [
-        (Screen, "xterm-256color", "loading ...\r", "\x1b[K"),
+        (Screen, "xterm-256color", "loading ...\r", CLEAR_LINE),
         (Screen, "dumb", "loading ...\n", ""),
         (io.StringIO, "xterm-256color", "", ""),
     ],
@@ -200,11 +200,19 @@ def killed(number, after, *words):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("after", [0.3, 0.8, 1.5])
-def test_a_signal_while_torch_is_imported_ends_the_command_silently(number, after, here):
+def test_a_signal_while_torch_is_imported_ends_the_command_in_at_most_a_line(number, after, here):
     code, _, err = killed(number, after, "fit", "--config", "tiny.yaml", "--rounds", "500", "--run_dir", "run")
     assert code in (-number, 128 + number)
     assert err.count("\n") <= 1
     assert "Traceback" not in err
+    assert "error" not in err
+
+
+def test_ctrl_c_before_a_command_begins_gives_a_line():
+    code = "import signal, fl_lightning.core.interrupt as one; one.end_on_interrupt(); signal.raise_signal(2); print(1)"
+    reset = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=reset)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "fl-lightning: stopped by SIGINT\n")
 
 
 @pytest.mark.slow

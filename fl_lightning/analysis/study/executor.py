@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,11 +80,13 @@ class JobResult(NamedTuple):
         code: The exit code: 0 if the job finished, 1 if it failed, 2 for bad input, 128 + n if signal n stopped it at a
             checkpoint; -n if signal n killed it.
         reason: The last line that the job printed; empty if it finished.
+        seconds: How long the job's process ran; 0 if it was not started.
     """
 
     job: Job
     code: int
     reason: str
+    seconds: float = 0.0
 
 
 class RunJobs(Protocol):
@@ -172,6 +175,7 @@ class _RunningJob:
     job: Job
     process: BaseProcess
     asked_to_stop: bool = False
+    started: float = field(default_factory=time.monotonic)
 
     def ask_to_stop(self) -> None:
         """Ask the job to end at its next checkpoint, but only once: a second signal would end the job immediately."""
@@ -186,18 +190,18 @@ class _RunningJob:
             DiskFull: The job ran out of disk space.
         """
         self.process.join()
-        code = self.process.exitcode
+        code, seconds = self.process.exitcode, time.monotonic() - self.started
         assert code is not None
         if code < 0:
             cause = " (likely out of memory: fewer workers need less)" if code == -signal.SIGKILL else ""
-            return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{cause}")
+            return JobResult(self.job, code, f"killed by {signal.Signals(-code).name}{cause}", seconds)
         reason = _last_line(self.job.folder / LOG) if code else ""
         if code in (1, 2) and (full := next((text for text in FULL if text in reason), None)):
             fix = "Free disk space or raise the limit, then run the same command to continue."
             raise DiskFull(f"{self.job.folder}: {full}. {fix}")
         if code == 1:
             write_atomically(self.job.folder / FAILED, reason + "\n")
-        return JobResult(self.job, code, reason)
+        return JobResult(self.job, code, reason, seconds)
 
 
 def _start_job(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:

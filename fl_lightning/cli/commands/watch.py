@@ -25,7 +25,7 @@ from fl_lightning.runs.search import find
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
-    """Show a running experiment until it ends or the user presses `q` or Ctrl-C. Always return exit code 0."""
+    """Show a running experiment until it ends or stops, or the user presses `q` or Ctrl-C. Return exit code 0."""
     check_number("--every", given.every, "[0, 86400]")
     monitor, console = RunMonitor(find_run(Path(given.run))), SafeConsole()
     if not given.once and sys.stdout.isatty() and not console.is_dumb_terminal:
@@ -62,12 +62,12 @@ def last_write_time(folder: Path) -> float:
 
 
 def follow(monitor: RunMonitor, console: SafeConsole, every: float) -> None:
-    """Show a run on a full screen until it ends or the user presses `q`."""
+    """Show a run on a full screen until it ends, its process has gone, or the user presses `q`."""
     with stopped_by_signals(), Live(console=console, screen=True, auto_refresh=False) as live, read_keys() as pressed:
         while True:
             status = monitor.poll()
             live.update(RunScreen(status, console.height), refresh=True)
-            if status.ended or pressed(every) == "q":
+            if status.ended or status.stopped or pressed(every) == "q":
                 return
 
 
