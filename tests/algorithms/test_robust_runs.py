@@ -334,8 +334,3 @@ def test_the_page_names_every_rule_and_its_options():
         (row,) = re.findall(rf"^\| `{name}` \| (.*)", PAGE, re.M)
         options = inspect.signature(getattr(algorithms, name)).parameters
         assert set(options) <= set(re.findall(r"`(\w+)`", row)), name
-
-
-def test_the_code_of_the_page_prints_what_the_page_shows(capsys):
-    exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], {})
-    assert capsys.readouterr().out == re.search(r"```text\n(.*?)```", PAGE, re.S)[1]
