@@ -140,13 +140,16 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> st
 
 def file_page(path: Path) -> str:
     """Return a page that shows a file."""
-    language, name = {".py": "python", ".yaml": "yaml"}[path.suffix], f"{path.parent.name}/{path.name}"
+    language, name = (
+        {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}[path.suffix],
+        f"{path.parent.name}/{path.name}",
+    )
     return f'# {title_of(path)}\n\n```{language} title="{name}"\n{path.read_text()}```\n'
 
 
 def title_of(path: Path) -> str:
     """Return the title of a file's page: the first words of its docstring or first comment."""
-    first = path.read_text().partition("\n")[0].lstrip('"# ')
+    first = next(line for line in path.read_text().split("\n") if not line.startswith("#!")).lstrip('"# ')
     return re.split(r"[:,] |\. [A-Z]|\.\W*$", first)[0]
 
 

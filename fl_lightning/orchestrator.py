@@ -384,6 +384,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of the complete experiment have been shown
             self._set_up(dry_run.reduce_worker(self.worker))
+            self.engine.data_source = None  # the few samples are sent
         self.evaluator.warned = {"client", "new_client"}  # two rounds of two clients say nothing about the real run
 
     def _begin(self, config: dict[str, Any] | None, name: str | None, group: str | None) -> None:

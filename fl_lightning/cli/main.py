@@ -166,7 +166,7 @@ def _dispatch(words: list[str], own_process: bool) -> int:
         line = load("fl_lightning.cli.command_line").read_command_line(name, words)
         if name != "multirun":  # it checks the names of each of its runs
             load("fl_lightning.cli.unknown_names").check_names(name, line)
-        command = load(f"fl_lightning.cli.commands.{name}")
+        command = load(f"fl_lightning.cli.commands.{name.replace('-', '_')}")
         parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog = f"fl-lightning {name}"
     readable_errors = load("fl_lightning.cli.errors").readable_errors

@@ -122,6 +122,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--key": value(str | None, "This machine's private key, an OpenSSH key on an elliptic curve.", metavar="FILE"),
         "--state": value(str, "Folder for the client's state between rounds.", default="state", metavar="FOLDER"),
     },
+    "cluster-check": {name: words | {"help": SUPPRESS} for name, words in RUN_WORDS.items()},
     "compare": {
         "runs": RUNS,
         "--where": WHERE,
@@ -213,7 +214,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
 }
 """The arguments of each command's parser: flags, and keyword arguments of `add_argument`."""
 
-EXPERIMENTS = ("fit", "partition", "deploy")
+EXPERIMENTS = ("fit", "partition", "deploy", "cluster-check")
 """Commands that take the keys of an experiment, too."""
 PARTITION_DEFAULTS = {"model": "MLP", "algorithm": "FedAvg"}
 """Defaults in `partition` of keys that `fit` requires and that do not influence the partition."""

@@ -158,6 +158,8 @@ PLACES = [
 ONLY_IN_FIT = [
     ("callbacks", ["evil.Net"]),
     ("engine", {"class_path": "RayEngine", "init_args": {"address": "ray://far:1"}}),
+    ("engine", {"class_path": "RayEngine", "init_args": {"runtime_env": {"pip": ["evil"]}}}),
+    ("engine", {"class_path": "RayEngine", "init_args": {"data_dir": "/"}}),
     ("logger", "nowhere.WandbRoundLogger"),
     ("logger", ["CSVLogger", "MLFlowLogger"]),
     ("logger", logger("lightning.pytorch.loggers.CSVLogger", save_dir="/")),

@@ -11,6 +11,7 @@ COMMANDS = {
     "partition": "Show how the data are partitioned among clients.",
     "deploy": "Write a Flower app that runs an experiment on the clients' own machines.",
     "node": "Train a client of a federation on this machine, with its own data.",
+    "cluster-check": "Check the machines of a Ray cluster, and train one short round on them.",
     "compare": "Compare groups of runs.",
     "plot": "Draw a figure of runs for a paper.",
     "report": "Write runs as an HTML report.",
