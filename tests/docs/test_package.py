@@ -73,7 +73,7 @@ def listed(heading):
 
 
 def test_the_public_api_is_listed():
-    """A name, a key or a command cannot appear, change or go unnoticed. Classes of configs are `fl-lightning list`'s."""
+    """No name, key or command appears or goes unnoticed. `fl-lightning list` has the classes of configs."""
     classes = {name for kind in catalogue.BASES for name in catalogue.classes_of(kind)}
     knowledge = {name for name, home in fl_lightning.HOMES.items() if home == "algorithms"} - classes
     bases = {base.rpartition(".")[2] for base, _, _ in catalogue.BASES.values()}
