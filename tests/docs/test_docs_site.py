@@ -28,6 +28,7 @@ from fl_lightning.core.config_files import read_configs
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 METHODS = sorted((ROOT / "docs" / "methods").glob("*.md"))
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -51,7 +52,7 @@ def work_dir(tmp_path, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *METHODS, *TUTORIALS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHODS, *RECIPES, *TUTORIALS], ids=lambda page: page.name)
 def test_links_and_anchors_are_valid(page):
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         assert not re.search(r"\.(md|py|yaml)$", text), f"a title in place of {text}"

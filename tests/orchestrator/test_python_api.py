@@ -64,8 +64,10 @@ def imported(code):
 
 
 def test_docs_and_examples_import_only_public_names():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    codes = [code for page in pages for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    codes = [
+        code for page in pages for code in re.findall(r"```python(?: title=.*)?\n(.*?)```", page.read_text(), re.S)
+    ]
     codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     names = {name for code in codes for name in imported(code)}
     assert {"FederatedOrchestrator", "MLP", "Digits", "WeightedMean"} <= names
