@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from reference import anchor
+from reference import page_of
 
 from fl_lightning.cli.catalogue import FAMILIES, classes
 
@@ -41,7 +41,7 @@ def table(largest: dict[str, tuple[float, str]]) -> str:
             if kind.family() == family:
                 difference, test = largest.get(kind.__name__, (None, ""))
                 shown = "-" if difference is None else f"{difference:.0e}"
-                name = f"[{kind.__name__}](algorithms.md#{anchor(kind)})"
+                name = f"[{kind.__name__}](methods/{page_of(kind)})"
                 lines.append(f"| {name} | {family.replace('_', ' ')} | {shown} | {f'`{test}`' if test else ''} |")
     measured = f"Measured on {datetime.date.today()} with torch {torch.__version__} on a CPU."
     return "\n".join([*lines, "", measured])

@@ -14,12 +14,12 @@ from fl_lightning.analysis.study.paper_table import PaperTable, PaperValue, read
 from fl_lightning.core.config_files import config_path, shipped
 
 ROOT = Path(__file__).parent.parent
-PAPERS = {  # prefix of its files: title, and anchor of its method in algorithms.md
-    "fedskc": ("FedSKC", "fedskc"),
-    "feddw": ("FedDW", "feddw"),
-    "fedsiam_da": ("FedSiam-DA", "fedsiam-da"),
-    "cwfedavg": ("cwFedAVG", "cwfedavg-and-wdr"),
-    "ua_pdfl": ("UA-PDFL", "ua-pdfl-and-peers-without-a-server"),
+PAPERS = {  # prefix of its files, which is also the name of its method's page: title
+    "fedskc": "FedSKC",
+    "feddw": "FedDW",
+    "fedsiam_da": "FedSiam-DA",
+    "cwfedavg": "cwFedAVG",
+    "ua_pdfl": "UA-PDFL",
 }
 
 
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def page(paper: str) -> str:
     """Return the page of a paper."""
-    name, anchor = PAPERS[paper]
+    name = PAPERS[paper]
     configs = [Path(config_path(name)) for name in shipped("configs") if f"_{paper}" in name]
     sections = [section(path) for path in sorted((ROOT / "papers").glob(f"{paper}_*.yaml"))]
     return "\n".join(
@@ -41,7 +41,7 @@ def page(paper: str) -> str:
             "",
             f"This page lists the experiments and tables of {name}. Related pages:",
             "",
-            f"- [the method](../algorithms.md#{anchor}), with our choices where the paper is silent;",
+            f"- [the method](../methods/{paper}.md), with our choices where the paper is silent;",
             "- [what the paper does not state](../papers.md#what-the-papers-do-not-state-and-what-is-used-instead);",
             "- where the paper [contradicts itself](../papers.md#where-a-paper-contradicts-itself);",
             "- [results of running a table](../reproduced.md#one-small-table-of-each-paper).",

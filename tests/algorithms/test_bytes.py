@@ -1,4 +1,4 @@
-"""The counted bytes of a round equal the formula in each method's docstring."""
+"""What each method's docstring says about the bytes of a round, and about what is kept from round to round."""
 
 import re
 
@@ -10,6 +10,7 @@ from torch import nn
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.weights import buffer_names
 
+KEPT = re.compile(r"Kept by (a client|the server): \w")
 SENTENCE = re.compile(r"Bytes a round, each participant(, at most)?: down `([^`]+)`, up `([^`]+)`")
 
 
@@ -60,7 +61,7 @@ def cases():
 
 @pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", list(cases()))
-def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
+def test_bytes_of_a_round_and_what_is_kept_are_those_of_the_docstring(tmp_path, name):
     method, options = METHODS[name]
     algorithm = method()
     scenario = digits(6, alpha=100.0)  # so even that every client holds every class
@@ -75,3 +76,7 @@ def test_bytes_of_a_round_are_those_of_the_docstring(tmp_path, name):
     counted = [int(run.csv.rows[-1][f"comm/{way}_bytes"]) for way in ("down", "up")]
     expected = [run.clients_per_round * eval(formula, {}, names) for formula in (down, up)]
     assert counted == expected or (bound and counted[0] <= expected[0] and counted[1] <= expected[1])
+    kept = KEPT.findall(" ".join((type(algorithm).__doc__ or "").split()))
+    assert ("a client" in kept) == any(run.memory.values())
+    if algorithm.server and run.state.keys() > {"model"} and run.state.keys() != {"model", "weights"}:
+        assert "the server" in kept, "`weights` are those of the round's clients, for callbacks"

@@ -1,5 +1,6 @@
 """Every method of the package: resuming, common options, and stacking."""
 
+import importlib
 import inspect
 from pathlib import Path
 
@@ -136,3 +137,8 @@ def test_methods_that_cannot_be_stacked_are_refused_in_one_line(tmp_path, name):
         StackedEngine().check(run.worker)
     assert str(refusal.value).startswith(f"engine: StackedEngine cannot stack {NOT_STACKED[name]}")
     assert "\n" not in str(refusal.value)
+
+
+def test_the_pages_say_which_methods_cannot_be_stacked(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    assert NOT_STACKED.keys() == importlib.import_module("reference").NOT_STACKED

@@ -72,13 +72,12 @@ words = ["fit", "--config", "digits_fedhalf.yaml", "--algorithm.lr", "0.25", "--
 assert main(words) == 0
 sys.path.insert(0, sys.argv[1])
 import reference
-reference.PAGE = reference.PAGE.with_name("page.md")
-page = open(f"{sys.argv[1]}/algorithms.md").read()
-page += "\\n### FedHalf\\n\\n<!-- from the docstring: FedHalf -->\\n<!-- end -->\\n"
-reference.PAGE.write_text(page)
-filled = reference.filled(page)
-assert "| [FedHalf](#fedhalf) | global model | FedAvg whose server goes half of the way. | `model` |" in filled
-assert "| `lr` | `0.5` | The share of the way. |" in filled
+filled = reference.filled(reference.PAGES / "index.md")
+assert "| [FedHalf](fedhalf.md) | global model |  | FedAvg whose server goes half of the way. | `model + 8` |" in filled
+(kind,) = reference.on_page("fedhalf.md")
+assert "| bytes down | `model` |" in reference.facts("fedhalf.md")
+assert "| `lr` | `0.5` | The share of the way. |" in reference.options(kind)
+assert reference.command(kind) == "fl-lightning fit --config digits_fedhalf.yaml"
 """
 
 

@@ -28,6 +28,7 @@ from fl_lightning.core.config_files import read_configs
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+METHODS = sorted((ROOT / "docs" / "methods").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^ *```(\w*)(?: title=\"(.+?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -51,7 +52,7 @@ def work_dir(tmp_path, monkeypatch):
         sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *METHODS, *TUTORIALS], ids=lambda page: page.name)
 def test_links_and_anchors_are_valid(page):
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         assert not re.search(r"\.(md|py|yaml)$", text), f"a title in place of {text}"
@@ -307,6 +308,20 @@ def test_a_page_reads_in_the_site_as_on_a_code_host(site, page):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("page", METHODS, ids=lambda page: page.name)
+def test_the_page_of_a_method_has_its_text_and_its_formulas(site, page):
+    html = (site / "methods" / page.relative_to(page.parent).stem.replace("index", "") / "index.html").read_text()
+    text = FENCE.sub("", page.read_text())
+    assert html.count("<math") == len(re.findall(r"\$\$.+?\$\$|\$.+?\$", text, re.DOTALL))
+    article = Read(html, within="article")
+    assert "$" not in article.text
+    assert "\\" not in article.text
+    for line in re.findall(r"^- \*\*(.+?)\*\*", text, re.MULTILINE):
+        assert re.sub("[`$].*", "", line) in article.text
+    assert set(anchors(page)) <= article.ids
+
+
+@pytest.mark.thorough
 def test_a_browser_fetches_nothing_from_the_network(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 35
@@ -353,7 +368,7 @@ def hooks():
         ("tutorials/own-data.md", "own-method.ipynb", "own-method.md"),
         ("tutorials/own-data.md", "../your-data.md", "../your-data.md"),
         ("running.md", "images/a.png", "images/a.png"),
-        ("papers/fedskc.md", "../algorithms.md#fedskc", "../algorithms.md#fedskc"),
+        ("methods/fedper.md", "peers.md#gossip-averaging", "peers.md#gossip-averaging"),
         ("running.md", "#metrics", "#metrics"),
         ("running.md", "https://lightning.ai/docs", "https://lightning.ai/docs"),
     ],

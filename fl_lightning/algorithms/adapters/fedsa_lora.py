@@ -19,6 +19,8 @@ class FedSALoRA(FedIT):
 
     Bytes a round, each participant: down `trained - B`, up `trained - B + 8`.
 
+    Kept by a client: its factors `B`.
+
     Args:
         personal: Patterns or prefixes of the names of entries that stay on their client.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).

@@ -198,6 +198,8 @@ class CFL(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its last update. Kept by the server: the clusters, and a model for each.
+
     Args:
         eps1: ε1: a split needs a mean update with a smaller norm; `.inf` accepts any.
         eps2: ε2: a split needs an update with a larger norm; `.inf` accepts none.

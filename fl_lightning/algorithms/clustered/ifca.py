@@ -101,6 +101,8 @@ class IFCA(Algorithm):
 
     Bytes a round, each participant: down `clusters * model`, up `model + 16`.
 
+    Kept by the server: a model for each cluster, and the last choices.
+
     Args:
         clusters: k, the number of models. The first starts from the usual initial weights, the others from other
             random weights.

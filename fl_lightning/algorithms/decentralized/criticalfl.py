@@ -51,6 +51,8 @@ class PeerCriticalFL(PeerAlgorithm):
 
     Bytes a round, each participant, at most: down `max(n_com, int(max_share * N)) * (model + P // 8 + 17)`, up `0`.
 
+    Kept by a client: its model and its last gradient norms.
+
     Args:
         n_com: Initial and smallest number of peers that a client collects from in a round.
         delta: δ, the relative growth of the gradient norm above which a period is critical.

@@ -46,6 +46,8 @@ class DFedAvgM(PeerAlgorithm):
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 16)`, up `0`.
 
+    Kept by a client: its model.
+
     Args:
         n_com: Number of neighbours that a client collects from, drawn in each round, all with weight `1/(n_com + 1)`.
             Such a matrix does not preserve the mean. By default all neighbours, with Metropolis weights.

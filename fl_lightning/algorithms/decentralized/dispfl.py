@@ -152,6 +152,8 @@ class DisPFL(PeerAlgorithm):
     Bytes a round, each participant, at most: down
     `(n_com or N - 1) * (4 * dense_ratio * P + P / 8 + 5 * T + buffers + 8)`, up `0`.
 
+    Kept by a client: its model and its masks.
+
     Args:
         dense_ratio: Share of the parameters that are in a mask, above 0; 1 or more keeps all.
         prune_rate: a, the initial share of a tensor's entries that is replaced, in [0, 1].

@@ -19,6 +19,8 @@ class PeerFedPer(PeerAlgorithm):
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model - head + 8)`, up `0`.
 
+    Kept by a client: its model.
+
     Args:
         personal: Parts of the model that stay on their client, such as `head` or `encoder.2`, or patterns of its
             entries, such as `*.lora_B.*`.

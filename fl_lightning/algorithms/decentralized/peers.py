@@ -38,6 +38,8 @@ class PeerAlgorithm(Algorithm):
 
     Bytes a round, each participant: down `(n_com or N - 1) * (model + 8)`, up `0`.
 
+    Kept by a client: its model.
+
     Args:
         n_com: Number of peers that a client collects from, drawn in each round; by default all that it is linked to.
         graph: The peers that each client can collect from; by default all.

@@ -201,6 +201,8 @@ class UAPDFL(PeerAlgorithm):
 
     Bytes a round, each participant, at most: down `n_com * (model + 4 * (C + d) + 8)`, up `0`.
 
+    Kept by a client: its model and its unit representation.
+
     Args:
         th_i: Threshold on the divergence, 0 or more; 0 finds no similar peer, `.inf` only similar ones. The paper does
             not report its value. Choose it below the divergence of clients with other classes after one round; a higher

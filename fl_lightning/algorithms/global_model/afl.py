@@ -127,6 +127,8 @@ class AFL(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 16`.
 
+    Kept by the server: the weight of each client.
+
     Args:
         weight_lr: γ_λ, the step of λ along the losses. All λ together are 1.
         initial_weights: λ of the first round: equal (`uniform`), or by number of `samples`.

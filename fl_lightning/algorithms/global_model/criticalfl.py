@@ -246,6 +246,8 @@ class CriticalFL(Algorithm):
 
     Bytes a round, each participant, at most: down `model + 8`, up `model + P // 8 + 17`.
 
+    Kept by the server: the last gradient norms.
+
     Args:
         delta: δ, the relative growth of the gradient norm above which a period is critical.
         window: Number of norms in the moving average. Norms before the first round count as zero.

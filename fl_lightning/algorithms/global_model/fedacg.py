@@ -69,6 +69,8 @@ class FedACG(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by the server: the momentum.
+
     Args:
         lam: λ, the server's momentum, in [0, 1).
         beta: β, the weight of the proximal term `β/2 · ||w - w_received||²`.

@@ -68,6 +68,8 @@ class FedAvgM(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by the server: the momentum.
+
     Args:
         beta: β, the share of the momentum that the server keeps.
         server_lr: Server learning rate η_s. With 1, a step without momentum ends at the clients' mean.

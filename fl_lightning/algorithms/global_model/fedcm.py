@@ -143,6 +143,8 @@ class FedCM(Algorithm):
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 16`.
 
+    Kept by the server: the last descent direction.
+
     Args:
         alpha: α, the share of the client's own gradient, in (0, 1].
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.

@@ -74,6 +74,8 @@ class FedDC(SCAFFOLD):
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 4 * P + 8`.
 
+    Kept by a client: its control variate and its drift. Kept by the server: the control variate and the mean drift.
+
     Args:
         alpha: α, the weight of the penalty on the drift, 0 or more.
         aggregator: Computes the participants' mean instead, such as a robust rule.

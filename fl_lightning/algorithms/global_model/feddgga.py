@@ -121,6 +121,8 @@ class FedDGGA(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 24`.
 
+    Kept by the server: each client's weight and last loss.
+
     Args:
         step_size: d, the largest change of a weight in a round. All weights together are 1.
         decay_rounds: R, the number of rounds in which the step decreases linearly to 0: `d (1 - r / R)` in round r. Use

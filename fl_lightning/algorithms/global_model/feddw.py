@@ -230,6 +230,8 @@ class FedDW(Algorithm):
 
     Bytes a round, each participant: down `model + 4 * (C + C**2)`, up `model + 4 * (C + C**2) + 8`.
 
+    Kept by the server: the soft labels.
+
     Args:
         mu: μ of Eq. 12, the weight of the regulariser. The default is the paper's, for Adam. With SGD try 10 to 100.
         linearize_every: Use the convex surrogate, linearised again after this number of steps.

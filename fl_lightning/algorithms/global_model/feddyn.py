@@ -89,6 +89,8 @@ class FedDyn(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: the estimated gradient of its loss. Kept by the server: the mean drift of all clients.
+
     Args:
         alpha: α, the weight of the regularizer, above 0. The paper uses 0.1 for CIFAR-10 and 0.01 for others.
         aggregator: Computes the participants' mean instead, such as a robust rule.

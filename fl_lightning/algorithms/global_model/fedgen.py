@@ -264,6 +264,8 @@ class FedGen(Algorithm):
     Bytes a round, each participant: down `model + 4 * (hidden_dim * (noise_dim + C + d + 5) + d + C) + 8`, up
     `model + 4 * C + 8`, and only `model` down in round 1.
 
+    Kept by the server: the generator and its optimizer.
+
     Args:
         alpha: α, the weight of the loss on generated features. The authors' code uses 10.
         beta: β, the weight of the distillation from generated features of a batch's classes. The paper does not have

@@ -125,6 +125,8 @@ class FedNH(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 4 * C + 8`.
 
+    Kept by the server: the class prototypes.
+
     Args:
         rho: ρ, the share of the old prototypes that is kept in a round.
         scale: Initial factor on the cosines. The authors' code uses 1 for a CNN and 20 for a ResNet.

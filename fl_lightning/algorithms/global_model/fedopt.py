@@ -89,6 +89,8 @@ class FedAdam(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by the server: both moments.
+
     Args:
         server_lr: Server learning rate η_s. This default and that of `tau` are the paper's for CIFAR-10.
         beta1: β1, the share of the first moment that the server keeps.
@@ -126,6 +128,8 @@ class FedAdagrad(FedAdam):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by the server: both moments.
+
     Args:
         initial_v: Initial sum of squares; τ² by default.
     """
@@ -144,6 +148,8 @@ class FedYogi(FedAdam):
     With `beta1` and `initial_v` 0 and `server_lr` and `tau` both 1e8 this is FedAvg up to rounding.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
+
+    Kept by the server: both moments.
     """
 
     rule = "yogi"

@@ -109,6 +109,8 @@ class MoFedSAM(FedCM):
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 16`.
 
+    Kept by the server: the last descent direction.
+
     Args:
         rho: ρ, the radius of the perturbation, 0 or more.
         alpha: The share of the client's own gradient, β in the paper, in (0, 1].

@@ -220,6 +220,8 @@ class FedSiamDA(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its last model.
+
     Args:
         mu: μ of Eq. 11; the paper's best is 0.1.
         stop_gradient: With false, use Eq. 5: `μ [½ cos(z_hist, z) - ½ cos(z_global, z)]`, without predictor and trained

@@ -124,6 +124,8 @@ class MOON(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: the encoders of its last `history` rounds.
+
     Args:
         mu: μ, the weight of the term. The paper uses 5 for CIFAR-10 and 1 for CIFAR-100.
         tau: τ, the temperature.

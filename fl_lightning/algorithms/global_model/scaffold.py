@@ -152,6 +152,8 @@ class SCAFFOLD(Algorithm):
 
     Bytes a round, each participant: down `model + 4 * P`, up `model + 4 * P + 8`.
 
+    Kept by a client: its control variate. Kept by the server: the control variate.
+
     Args:
         server_lr: Server learning rate η_g, above 0. With 1, a step ends at the clients' mean.
     """

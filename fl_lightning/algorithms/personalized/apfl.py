@@ -112,6 +112,8 @@ class APFL(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its own model and its α.
+
     Args:
         alpha: α, the share of the client's own model, in [0, 1].
         adaptive: Let each client learn its α, by one gradient step in each of its rounds.

@@ -181,6 +181,9 @@ class APPLE(Algorithm):
     Bytes a round, each participant, at most: down `(N - 1) * (model - buffers + 8) + 4 * N + 8`, up
     `model - buffers + 8`.
 
+    Kept by a client: its core model, its ratios and BatchNorm's statistics. Kept by the server: the last core model of
+    each client.
+
     Args:
         dr_lr: Learning rate of the ratios. With 0 they stay constant. Cores use the optimizer's learning rate.
         mu: μ, the weight of the squared distance between the ratios and the initial ones, which are the clients' shares

@@ -315,6 +315,8 @@ class CwFedAvg(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`, and `4 * C` more with `distribution: true`.
 
+    Kept by the server: the uploads of the round, and each client's class distribution.
+
     Args:
         lam: λ, the weight of the regularizer.
         distribution: Source of the class distributions: the `weights`, or the `true` class shares.

@@ -82,6 +82,8 @@ class Ditto(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its personalised model.
+
     Args:
         lam: λ, the weight of the distance between the personalised and the received model, 0 or more.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).

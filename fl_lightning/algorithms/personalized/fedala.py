@@ -71,6 +71,8 @@ class FedALA(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: the mixed layers of its last model, and their mixing weights.
+
     Args:
         layers: p, the number of the model's last parameter tensors that are mixed. A layer's bias is a tensor of its
             own.

@@ -94,6 +94,8 @@ class FedAMP(Algorithm):
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
 
+    Kept by a client: its model. Kept by the server: the last model of each client.
+
     Args:
         alpha: α, the step size of the message passing, above 0.
         sigma: σ, the scale of squared distances at which models attend to each other, above 0. Choose it near
@@ -179,6 +181,8 @@ class HeurFedAMP(FedAMP):
     """FedAMP with weights from the models' cosine similarity. A client's own model has a constant weight.
 
     Bytes a round, each participant: down `4 * P`, up `4 * P + 8`.
+
+    Kept by a client: its model. Kept by the server: the last model of each client.
 
     Args:
         self_weight: `ξ_ii`, the share of a client's own model in its cloud model, in [0, 1]. By default it equals the

@@ -54,6 +54,8 @@ class FedBN(Algorithm):
 
     Bytes a round, each participant: down `model - norm`, up `model - norm + 8`.
 
+    Kept by a client: its BatchNorm layers.
+
     Args:
         layers: Patterns of the normalization layers that stay on their client, such as `["GroupNorm"]` or
             `["encoder.*norm*"]`: names of layers or of their classes, with `*` for any text. By default all BatchNorm

@@ -128,6 +128,8 @@ class FedDistill(Algorithm):
 
     Bytes a round, each participant: down `4 * C**2 + C`, up `4 * C**2 + C + 8`, and nothing down in round 1.
 
+    Kept by a client: its model. Kept by the server: the mean logits of each class.
+
     Args:
         gamma: γ, the weight of the distillation.
         cumulative: As in FedGen's code, average a client's logits over all its rounds, with counts from 1 and rows of
@@ -157,6 +159,8 @@ class FedDistillPlus(Algorithm):
 
     Bytes a round, each participant: down `model + 4 * C**2 + C`, up `model + 4 * C**2 + C + 8`, and only the model down
     in round 1.
+
+    Kept by the server: the mean logits of each class.
 
     Args:
         gamma: γ, the weight of the distillation.

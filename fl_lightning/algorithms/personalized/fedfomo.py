@@ -106,6 +106,9 @@ class FedFomo(Algorithm):
 
     Bytes a round, each participant, at most: down `models * (model + 8)`, up `model + 16 * models + 8`.
 
+    Kept by a client: its last trained model, and the model from which that training started. Kept by the server: the
+    last model of each client, and the affinities of all pairs.
+
     Args:
         models: M, the maximum number of models that a client receives. Only models of clients that have trained are
             sent.

@@ -143,6 +143,9 @@ class FedGH(Algorithm):
 
     Bytes a round, each participant: down `head`, up `4 * C * d + C + 8`.
 
+    Kept by a client: its model except the head. Kept by the server: the head, and the mean features of
+    the round.
+
     Args:
         seen: The features that a client averages: from a pass `after` training, or collected during training in the
             `last_epoch` or the whole `round`.

@@ -311,6 +311,9 @@ class FedKD(FML):
 
     Bytes a round, each participant, at most: down `model`, up `model + 8`. `model` is the shared network.
 
+    Kept by a client: its own network, the received shared network and the matrix between their features. Kept by the
+    server: the last compressed change.
+
     Args:
         shared_model: Builds the shared network, such as `MLP`. By default it is a copy of the client's own network,
             with the same initial weights.

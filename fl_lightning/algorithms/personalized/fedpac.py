@@ -207,6 +207,8 @@ class FedPAC(Algorithm):
     Bytes a round, each participant: down `model + 4 * C * d + C`, up `model + 8 * C * d + 4 * C + 12`, and only `model`
     down in round 1.
 
+    Kept by the server: the body, the centroids, and the mixed head of each client.
+
     Args:
         lam: λ, the weight of the alignment, 0 or more. The distance is averaged over samples and features.
         head_epochs: Number of epochs that train the head, 0 or more. The rest of the fit trains the body.

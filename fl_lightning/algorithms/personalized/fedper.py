@@ -19,6 +19,8 @@ class FedPer(Algorithm):
 
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
+    Kept by a client: its personal layers.
+
     Args:
         personal: Parts of the model that stay on their client, such as `head` or `encoder.2`, or patterns of its
             entries, such as `*.lora_B.*`.

@@ -119,6 +119,8 @@ class FedProto(Algorithm):
 
     Bytes a round, each participant: down `4 * C * d + C`, up `4 * C * d + C + 8`, and nothing down in round 1.
 
+    Kept by a client: its model. Kept by the server: the prototypes.
+
     Args:
         lam: λ of Eq. 7, the weight of the distance to the prototypes. The distance is also averaged over features.
         seen: The features that a client averages to prototypes: from a pass `after` training, or collected during

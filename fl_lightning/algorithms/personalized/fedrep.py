@@ -72,6 +72,8 @@ class FedRep(FedPer):
 
     Bytes a round, each participant: down `model - head`, up `model - head + 8`.
 
+    Kept by a client: its personal layers.
+
     Args:
         personal: Parts of the model that stay on their client and form the head, or patterns of its entries.
         head_epochs: Number of epochs that train the head, 0 or more. The rest of the fit trains the body.

@@ -113,6 +113,8 @@ class FedROD(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its personal head.
+
     Args:
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
 

@@ -204,6 +204,8 @@ class FedTGP(FedProto):
 
     Bytes a round, each participant: down `4 * C * d + C`, up `4 * C * d + C + 8`, and nothing down in round 1.
 
+    Kept by a client: its model. Kept by the server: the network of the prototypes.
+
     Args:
         lam: λ, the weight of the distance to the trained prototypes. The distance is also averaged over features.
         server_epochs: Number of the server's passes over the uploaded prototypes in each round, 0 or more.

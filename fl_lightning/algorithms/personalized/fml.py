@@ -108,6 +108,8 @@ class FML(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`. `model` is the shared network.
 
+    Kept by a client: its own network.
+
     Args:
         shared_model: Builds the shared network, such as `MLP`. By default it is a copy of the client's own network,
             with the same initial weights.

@@ -20,6 +20,8 @@ class LGFedAvg(FedPer):
 
     Bytes a round, each participant: down `model - encoder`, up `model - encoder + 8`.
 
+    Kept by a client: its personal layers.
+
     Args:
         personal: Parts of the model that stay on their client, or patterns of its entries. The rest, by default the
             head, is shared.

@@ -21,6 +21,8 @@ class Local(Algorithm):
 
     Bytes a round, each participant: down `0`, up `0`.
 
+    Kept by a client: its model.
+
     Args:
         loss_terms: Loss terms without shared knowledge.
 

@@ -91,6 +91,8 @@ class PFedMe(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by a client: its personalised model.
+
     Args:
         lam: λ, the weight of the distance between both models, above 0.
         inner_steps: K, the number of steps of the personalised model per batch, 1 or more.

@@ -11,8 +11,8 @@ The files of this folder:
   an aggregator around another;
 - `fedskc.py`: the method, which combines these parts. Each can be switched off or used in another method.
 
-docs/algorithms.md lists our choices where the paper is ambiguous, and the differences of the authors' published code
-(`preset="reference"`). Its variant of a part is in the part's file.
+docs/methods/fedskc.md lists our choices where the paper is ambiguous, and the differences of the authors' published
+code (`preset="reference"`). Its variant of a part is in the part's file.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class FedSKC(Algorithm):
     With `lcl`, `gda` and `gpr` all off this is FedAvg, bit for bit.
 
     Bytes a round, each participant: down `model + 4 * C**2 + C`, up `model + 4 * C**2 + C + 8`.
+
+    Kept by the server: the global mean logits of each class.
 
     Args:
         tau: Temperature τ of the contrastive loss (Eq. 3).
