@@ -13,7 +13,7 @@ import torch
 from refusals import check_refused
 from sklearn.datasets import load_digits
 
-from fl_lightning.data import IID, Arrays, Digits, Scenario
+from fl_lightning.data import Arrays, Digits
 
 
 def test_digits_are_scikit_learns_with_every_fifth_held_out() -> None:
@@ -26,13 +26,6 @@ def test_digits_are_scikit_learns_with_every_fifth_held_out() -> None:
         assert np.array_equal(y.numpy(), source.target[chosen])
     assert (data.in_shape, data.num_classes, data.augment) == ((1, 8, 8), 10, None)
     assert torch.equal(data.prepare(data.x_test), data.x_test)
-
-
-def test_the_dataset_in_the_docs_can_be_partitioned() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text()
-    exec(page.split("```python\n")[1].split("```")[0], names := {"__name__": "my_module"})
-    data = Scenario(names["Signs"](), IID(), clients=4).build(0)
-    assert data.class_counts("train").sum() + data.class_counts("test").sum() == 800
 
 
 # --- Arrays ---

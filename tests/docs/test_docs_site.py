@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -428,7 +429,77 @@ def test_the_page_of_a_tutorial_has_its_cells_and_outputs(site, path):
 def test_a_search_finds_the_guide_before_the_reference(site):
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     lower = {entry["location"].partition("/")[0] for entry in entries if entry.get("boost", 1) < 1}
-    assert lower == {"api", "examples"}
+    assert lower == {"api", "examples", "papers", "changelog", "contributing", "design", "paper-settings", "results"}
+
+
+# What a stranger may type, and the page that the search has to show first.
+QUESTIONS = {
+    "4 GPUs": "scale",
+    "use my own dataset": "your-data",
+    "csv file": "your-data",
+    "out of memory": "performance",
+    "dirichlet partition": "scenarios",
+    "class imbalance": "scenarios",
+    "custom pytorch model": "your-model",
+    "lora fine-tuning": "adapters",
+    "image segmentation": "segmentation",
+    "f1 score": "your-metric",
+    "write my own algorithm": "your-algorithm",
+    "learning rate schedule": "running",
+    "client sampling": "running",
+    "multiple seeds": "running",
+    "mixed precision": "performance",
+    "slurm cluster": "scale",
+    "resume a run": "using-a-run",
+    "export onnx": "using-a-run",
+    "early stopping": "metrics",
+    "wandb": "metrics",
+    "hyperparameter search": "sweeps",
+    "significance test": "comparing",
+    "latex table": "comparing",
+    "personalized accuracy": "which-accuracy",
+    "byzantine attack": "attacks",
+    "krum": "robust-aggregation",
+    "differential privacy": "privacy",
+    "quantization": "compression",
+    "stragglers": "time",
+    "real devices": "deploy",
+    "reproduce paper results": "reproduced",
+    "jupyter notebook": "notebook",
+    "install": "getting-started",
+}
+
+
+@pytest.mark.thorough
+def test_a_search_finds_the_page_for_a_question_first(site):
+    node = shutil.which("node") or pytest.skip("needs Node.js, which runs the search as a browser does")
+    script = ROOT / "tests" / "helpers" / "site_search.js"
+    command = [node, str(script), str(site), json.dumps(list(QUESTIONS))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not done.stderr, "the search failed on a question"
+    assert {question: pages[0] for question, pages in json.loads(done.stdout).items() if pages} == QUESTIONS
+
+
+def luminance(color):
+    """Return the relative luminance of a color `#rrggbb` (WCAG 2.1)."""
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize(
+    ("scheme", "background", "code"), [("default", "#ffffff", "#f5f5f5"), ("slate", "#1e2129", "#272a35")]
+)
+def test_the_colors_of_the_site_have_a_contrast_of_4_5(scheme, background, code):
+    """The backgrounds are those of the theme."""
+    styles = (ROOT / "docs" / "site.css").read_text()
+    rule = re.search(rf'^\[data-md-color-scheme="{scheme}"\] \{{(.*?)\}}', styles, re.MULTILINE | re.DOTALL)[1]
+    colors = dict(re.findall(r"--md-([\w-]+): (#\w{6});", rule))
+    assert {"typeset-a-color", "accent-fg-color"} <= colors.keys()
+    for color in colors.values():
+        for behind in (background, code):
+            darker, lighter = sorted([luminance(color), luminance(behind)])
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, color
 
 
 @pytest.mark.thorough
@@ -464,3 +535,4 @@ def test_the_navigation_has_every_page():
     sections = [pages for entry in nav for pages in entry.values() if isinstance(pages, list)]
     listed = {page for pages in sections for entry in pages for page in entry.values()}
     assert {page.name for page in DOCS} <= listed
+    assert max(map(len, sections)) <= 10, "a group that nobody reads"
