@@ -159,6 +159,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "runs": RUNS,
         "-o --out": value(str, "The page to write.", default="report.html", metavar="FILE"),
         "--where": WHERE,
+        "--reference": REFERENCE,
     },
     "export": {
         "run": RUN,

@@ -507,6 +507,8 @@ def test_private_methods_are_tuned_and_their_epsilon_needs_a_goal(tmp_path, monk
     assert float(rows(folder)[-1]["privacy/epsilon"]) > 0
     with pytest.raises(ConfigError, match="table: goal: which values of privacy/epsilon are better is not known"):
         read_benchmark(small_benchmark("e", {}, "privacy/epsilon", {"Private": private}))
+
+
 def results_below(folder: Path) -> dict[str, dict[str, bytes | list[bytes]]]:
     """Return the results of all runs of a benchmark by the run's folder."""
     runs = [path.parent for path in folder.rglob("config.yaml")]

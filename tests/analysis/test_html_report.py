@@ -14,6 +14,7 @@ from io import BytesIO
 
 import numpy as np
 import pytest
+import scipy.stats
 from commands import run as command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from fl_lightning.analysis.html_report import contents as report_contents
 from fl_lightning.analysis.html_report import report as page
 from fl_lightning.analysis.html_report import run_files
 from fl_lightning.analysis.result_table import ResultTable
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.partition import group_clients
 from fl_lightning.runs.search import open_runs
 
@@ -242,17 +244,17 @@ def test_the_summary_has_means_and_sample_deviations(tmp_path):
     assert first == {
         "runs": "3",
         "rounds": "2",
-        "global/acc_last": f"0.5 ± {statistics.stdev(last):.2g}",
-        "global/acc_best": f"0.5 ± {statistics.stdev(last):.2g}",
-        "R_0.5": f"1.5 ± {statistics.stdev([1, 2]):.2g} (2 of 3)",
+        "global/acc_last": f"0.5000 ± {statistics.stdev(last):.4f}",
+        "global/acc_best": f"0.5000 ± {statistics.stdev(last):.4f}",
+        "R_0.5": f"1.5 ± {statistics.stdev([1, 2]):.1f} (2 of 3)",
         "client/acc_mean_last": None,
         "client/acc_mean_best": None,
         "MB": "3 ± 1",
         "seconds": "2 ± 1",
     }
     assert table["columns"] == list(first), "R_acc before the clients' columns: a screen shows it without scrolling"
-    assert second["client/acc_mean_last"] == "0.5"
-    assert second["R_0.5"] == "2"
+    assert second["client/acc_mean_last"] == "0.5000"
+    assert second["R_0.5"] == "2.0"
     assert (second["runs"], second["global/acc_last"], second["MB"], second["seconds"]) == ("1", None, None, None)
 
 
@@ -269,7 +271,7 @@ def test_a_run_that_did_not_finish_is_marked_and_in_no_mean(tmp_path):
     table = dict(zip(names, data["summary"]["rows"], strict=True))
     first = data["summary"]["columns"].index("global/acc_last")
     assert [table[name][0] for name in names] == ["2", "1", "1", "1"]
-    assert table["FedSKC"][first] == f"0.625 ± {statistics.stdev([0.5, 0.75]):.2g}"
+    assert table["FedSKC"][first] == f"0.6250 ± {statistics.stdev([0.5, 0.75]):.4f}"
     assert [run["name"] for run in data["runs"]] == [
         "0",
         "1",
@@ -288,7 +290,72 @@ def test_equal_results_have_no_deviation(tmp_path):
     for seed in range(3):
         write_run(tmp_path / str(seed), config(seed=seed), {"global/acc": [0.9]})
     table = contents(tmp_path)["summary"]
-    assert dict(zip(table["columns"], table["rows"][0], strict=True))["global/acc_last"] == "0.9"
+    assert dict(zip(table["columns"], table["rows"][0], strict=True))["global/acc_last"] == "0.9000"
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([[3, 3], [12]], ["3", "12"]),
+        ([[3, 4], [12]], ["3.50 ± 0.71", "12.00"]),
+        ([[0.5, 0.5], [1.0, None]], ["0.5000", "1.0000 (1 of 2)"]),
+        ([[1234.5678, 1236.5678], [0.001]], ["1236 ± 1", "0"]),
+        ([[151.37], [0.5]], ["151.4", "0.5"]),
+        ([[2.0, 2.25], [math.nan], [math.inf, 1.0]], ["2.125 ± 0.177", None, "1.000 (1 of 2)"]),
+        ([[], [None]], [None, None]),
+    ],
+)
+def test_numbers_of_a_column_have_the_same_decimal_places(values, texts):
+    assert report_contents.column_texts(values) == texts
+
+
+def study(tmp_path, finals):
+    """Write a run for each method and seed, given the final accuracies of each method."""
+    for method, accuracies in finals.items():
+        for seed, accuracy in enumerate(accuracies):
+            write_run(tmp_path / f"{method}-{seed}", config(method, seed), {"global/acc": [0.1, accuracy]})
+
+
+def test_the_summary_has_tests_of_significance(tmp_path):
+    finals = {"FedAvg": [0.5, 0.51, 0.52], "FedDW": [0.6, 0.62, 0.64], "FedSKC": [0.55, 0.5, 0.53]}
+    study(tmp_path, finals)
+    write_run(tmp_path / "stopped", config("FedDW", 3), {"global/acc": [0.1]}, finished=False)
+    table = contents(tmp_path)["summary"]
+    column = table["columns"].index("to FedAvg")
+    assert table["columns"][column - 1] == "global/acc_last"
+    deltas = np.array(finals["FedDW"]) - finals["FedAvg"]
+    p = scipy.stats.ttest_rel(finals["FedDW"], finals["FedAvg"]).pvalue
+    assert 0.001 < 2 * p < 0.01
+    cells = [row[column] for row in table["rows"]]
+    assert cells[:2] == ["", f"{deltas.mean():+.4f} ± {deltas.std(ddof=1):.4f} **"]
+    assert cells[2] is None  # not finished
+    assert "*" not in cells[3]
+    assert table["notes"][0].startswith("global/acc, to FedAvg: difference in the last round")
+    other = report_contents.contents(open_runs([tmp_path]), {"algorithm": "FedSKC"})["summary"]
+    assert "to FedSKC" in other["columns"]
+    with pytest.raises(ConfigError, match=r"^--reference: no group has FedProx\."):
+        report_contents.contents(open_runs([tmp_path]), {"algorithm": "FedProx"})
+
+
+def test_without_a_reference_there_is_no_test(tmp_path):
+    study(tmp_path, {"FedDW": [0.5, 0.6], "FedSKC": [0.6, 0.7]})
+    table = contents(tmp_path)["summary"]
+    assert not [name for name in table["columns"] if name.startswith("to ")]
+    assert table["notes"] == []
+
+
+def test_an_unfinished_run_has_its_planned_number_of_rounds(tmp_path):
+    write_run(tmp_path / "a", config(), METRICS, finished=False)
+    table = contents(tmp_path)["summary"]
+    assert dict(zip(table["columns"], table["rows"][0], strict=True))["rounds"] == "4 of 4"
+
+
+def test_labels_and_colours_of_figures(folder):
+    (folder / "clients.csv").write_text("round,client,acc\n1,0,0.5\n")
+    data = contents(folder)
+    assert data["labels"]["global/acc"] == "Test accuracy"
+    assert data["labels"]["acc"] == "Client test accuracy"
+    assert {key: len(colours) for key, colours in data["colours"].items()} == {"light": 8, "dark": 8}
 
 
 def test_common_and_own_settings(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from run_folders import write_counts, write_image, write_run
 
 from fl_lightning.analysis.html_report.report import write_report
+from fl_lightning.runs.axis_labels import axis_label
 from fl_lightning.runs.search import open_runs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install 'fl-lightning[browser]'")
@@ -255,7 +256,132 @@ def test_a_figure_can_be_saved_as_an_image(tab):
     assert saved.value.suggested_filename == "accuracy.svg"
     image = saved.value.path().read_text()
     assert image.startswith("<svg")
-    assert "global/acc" in image
+    assert "Test accuracy" in image
+
+
+# --- screen readers, keyboard and contrast ---
+
+
+def test_figures_are_images_with_names_and_their_values_in_tables(tab):
+    for place in tab.locator(".plot").all():
+        image, *others = place.locator("svg.main-svg").all()
+        assert image.get_attribute("role") == "img"
+        assert image.get_attribute("aria-label").endswith("The values are in the table that follows.")
+        assert {other.get_attribute("aria-hidden") for other in others} == {"true"}
+    assert tab.locator(".plot + details.values").count() == tab.locator(".plot").count()
+    name = tab.locator("#accuracy svg.main-svg").first.get_attribute("aria-label")
+    assert name.startswith("Test accuracy by round: means over the runs of FedAlpha, FedBeta")
+
+
+def table_of(tab, place):
+    """Open the table below a figure, and return its rows."""
+    details = tab.locator(f"{place} + details.values")
+    if details.get_attribute("open") is None:
+        details.locator("summary").click()
+    details.locator("td").first.wait_for()
+    return details.locator("tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+
+
+def test_the_table_of_curves_has_their_means(tab):
+    head, *body = table_of(tab, "#accuracy .plot")
+    assert head == ["round", ALPHA, BETA]
+    assert len(body) == 12
+    assert body[-1][0] == str(ROUNDS)
+    for place, method in ((1, ALPHA), (2, BETA)):
+        means = column(method, "global/acc").mean(axis=0)
+        expected = [means[int(row[0]) - 1] for row in body]
+        assert [float(row[place]) for row in body] == pytest.approx(expected, abs=1e-4)  # four digits are shown
+    tab.locator("#accuracy select").select_option("client/acc_mean")  # an open table follows the figure
+    (*_, last) = table_of(tab, "#accuracy .plot")
+    expected = [column(method, "client/acc_mean")[:, -1].mean() for method in SEEDS]
+    assert list(map(float, last[1:])) == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_tables_of_clients_and_partitions_have_their_values(tab):
+    _, own = figures(ALPHA, 0)
+    head, *body = table_of(tab, "#clients .plot.fan")
+    assert head == ["round", "lowest", "10 %", "median", "90 %", "highest"]
+    rough = {"rel": 1e-3}  # four digits are shown
+    assert list(map(float, body[-1][1:])) == pytest.approx(np.quantile(own[-1], [0, 0.1, 0.5, 0.9, 1]), **rough)
+    _, first, _ = table_of(tab, "#clients .plot.points")
+    values = np.concatenate([figures(ALPHA, seed)[1][-1] for seed in SEEDS[ALPHA]])
+    assert first[:2] == [ALPHA, str(3 * CLIENTS)]
+    assert list(map(float, first[2:])) == pytest.approx([values.min(), np.median(values), values.max()], **rough)
+    _, *body = table_of(tab, "#partition .plot")
+    assert body == [[str(k), *(str(3 * k + j) for j in range(3))] for k in range(CLIENTS)]
+
+
+def test_the_sizes_of_bubbles_have_a_legend(tab):
+    largest = 3 * CLIENTS - 1 + 2  # of all partitions; the first one, which is drawn, has up to 20 samples
+    assert tab.locator("#partition .sizes span").all_inner_texts() == [f"{n} samples" for n in (largest, 6, 1)]
+    width = "all => all.map(one => one.getBoundingClientRect().width)"
+    sides = np.array(tab.locator("#partition .sizes i").evaluate_all(width))
+    assert (sides / sides[0]).tolist() == pytest.approx(np.sqrt([1, 6 / largest, 1 / largest]).tolist(), rel=0.02)
+    drawn_sides = tab.locator("#partition path.point").evaluate_all(width)
+    assert max(drawn_sides) == pytest.approx(sides[0] * np.sqrt((largest - 2) / largest), abs=0.6)
+
+
+def test_the_keyboard_reaches_wide_tables_and_opens_images(tab):
+    for scroll in tab.locator(".scroll").all():
+        assert (scroll.get_attribute("role"), scroll.get_attribute("tabindex")) == ("region", "0")
+        assert scroll.get_attribute("aria-label")
+    assert tab.locator("th:not([scope])").count() == 0
+    tab.locator("#images details").evaluate("details => { details.open = true }")
+    tab.locator("#images figure button").first.focus()
+    tab.keyboard.press("Enter")
+    assert tab.locator("dialog").is_visible()
+    tab.keyboard.press("Escape")
+    assert not tab.locator("dialog").is_visible()
+
+
+CONTRAST = """
+() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (colour) => rgb(colour).slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+  const ratio = (one, other) => {
+    const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const ground = (element) => {
+    for (let each = element; each; each = each.parentElement) {
+      const colour = getComputedStyle(each).backgroundColor;
+      if (rgb(colour)[3]) return colour;
+    }
+    return "white";
+  };
+  const texts = [...document.querySelectorAll("h1, h2, p, th, td, button, label, summary, option, figcaption, li")];
+  const lines = [...document.querySelectorAll("svg.swatch line")];
+  return {
+    text: Math.min(...texts.map((one) => ratio(getComputedStyle(one).color, ground(one)))),
+    labels: Math.min(...[...document.querySelectorAll("svg text")].map((one) =>
+      ratio(getComputedStyle(one).fill, ground(one.closest("section"))))),
+    lines: Math.min(...lines.map((one) => ratio(one.getAttribute("stroke"), ground(one.closest("button, section"))))),
+  };
+}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_and_lines_have_contrast(browser, tmp_path, scheme):
+    for i in range(8):
+        write_run(tmp_path / str(i), {"algorithm": f"Method{i}"}, {"global/acc": [0.1 * i, 1.0]}, finished=i > 0)
+    write_report(open_runs(tmp_path), tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", color_scheme=scheme) as tab:
+        tab.locator("#legend button").nth(1).click()  # hidden groups are readable, too
+        found = tab.evaluate(CONTRAST)
+    assert found["text"] >= 4.5
+    assert found["labels"] >= 4.5
+    assert found["lines"] >= 2.7  # 3 on the page; the buttons of the legend are a little darker
 
 
 # --- switches ---
@@ -273,7 +399,7 @@ def test_curves_are_drawn_against_bytes_and_seconds(tab, against):
     expected = own["comm/total_bytes"] if against == "bytes" else np.cumsum(own["time/round_s"])
     close(lines(tab, "#clients .plot.fan")["FedAlpha-0"][0], expected)
     title = "document.querySelector('#accuracy .plot').layout.xaxis.title.text"
-    assert tab.evaluate(title) == f"{against} {'sent ' if against == 'bytes' else ''}so far"
+    assert tab.evaluate(title) == {"bytes": "Total communication (bytes)", "seconds": "Wall-clock time (s)"}[against]
 
 
 def test_smoothing_is_an_exponential_mean_of_each_seed(tab):
@@ -391,6 +517,19 @@ def test_the_summary_shows_the_rounds_to_an_accuracy_without_scrolling(browser, 
         assert box["x"] + box["width"] <= edge
 
 
+def test_no_column_is_cut_at_1440_pixels(browser, tmp_path):
+    names = ("client/acc_mean", "client/acc_weighted", "new_client/acc_mean")
+    for i in range(18):
+        config = {"algorithm": ["FedAvg", "FedSKC", "Ditto"][i % 3], "seed": i // 6, "optimizer": {"lr": 0.1 * (i % 6)}}
+        config["evaluation"] = {"target_accuracies": [0.5, 0.8]}
+        accuracy = 0.8 + 0.0123 * i
+        write_run(tmp_path / str(i), config, {name: [0.2, accuracy] for name in ("global/acc", *names)})
+    write_report(open_runs(tmp_path), tmp_path / "page.html", reference={"algorithm": "FedAvg", "lr": 0.0})
+    with opened(browser, tmp_path / "page.html", viewport={"width": 1440, "height": 900}) as tab:
+        assert tab.locator("#summary thead th").count() == 16
+        assert tab.locator(".scroll").evaluate_all("all => all.map(one => one.scrollWidth - one.clientWidth)") == [0, 0]
+
+
 def test_a_phone_shows_the_whole_legend_of_runs_with_long_names(browser, tmp_path):
     for i in range(15):
         config = {"algorithm": f"Method{i}", "optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1 * i}}}
@@ -411,8 +550,8 @@ def test_groups_beyond_the_colours_differ_in_their_dashes(browser, tmp_path):
     with opened(browser, tmp_path / "page.html") as tab:
         looks = [(each["line"]["color"], each["line"]["dash"]) for each in drawn(tab, "#accuracy .plot")]
         assert len(looks) == len(set(looks)) == 20
-        assert len({colour for colour, _ in looks}) == 6
-        assert {dash for _, dash in looks[:6]} == {"solid"}
+        assert len({colour for colour, _ in looks}) == 8
+        assert sum(dash == "solid" for _, dash in looks) == 8
 
 
 def test_sections_without_data_are_left_out(browser, tmp_path):
@@ -455,7 +594,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
         assert tab.evaluate("document.scripts.length") == 4  # data, Plotly's as it travels and as it runs, the page's
         assert tab.locator("#legend button").first.inner_text() == HOSTILE + "0"
         assert tab.locator("#settings td").first.text_content() == HOSTILE + "0"
-        assert HOSTILE in tab.locator("#other .ytitle").text_content()
+        assert axis_label(HOSTILE) == tab.locator("#other .ytitle").text_content()
 
 
 def test_foreign_scripts_do_not_run_and_nothing_is_fetched(browser, report, tmp_path):

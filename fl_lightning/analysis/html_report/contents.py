@@ -6,21 +6,25 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fl_lightning.analysis.comparison import compare
+from fl_lightning.analysis.comparison_cells import difference_note, format_difference
 from fl_lightning.analysis.html_report.run_files import last_images, read_or_skip
+from fl_lightning.analysis.result_table import mean_and_std
 from fl_lightning.analysis.run_groups import group_labels, group_styles
 from fl_lightning.analysis.run_settings import format_setting
-from fl_lightning.analysis.statistics import spread
+from fl_lightning.analysis.statistics import Spread, spread
 from fl_lightning.core.names import join_names
 from fl_lightning.evaluation.summary import EPSILON
+from fl_lightning.runs.axis_labels import axis_label, evaluated_split
 from fl_lightning.runs.csv_reader import read_columns
 from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
 from fl_lightning.runs.reader import Run
+from fl_lightning.runs.styles import COLOURS, DARK_COLOURS
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 ROUNDING = 1e-15
@@ -35,8 +39,16 @@ MOST_TEXT = 300
 """Maximum number of characters of a setting's value."""
 
 
-def contents(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return everything that the report of some runs shows, as JSON data with five significant digits per number."""
+def contents(runs: Sequence[Run], reference: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return everything that the report of some runs shows, as JSON data with five significant digits per number.
+
+    Args:
+        runs: The runs.
+        reference: Settings of the group that the others are tested against, as in `compare`; by default FedAvg.
+
+    Raises:
+        ConfigError: The reference matches no group, or several.
+    """
     left_out: list[str] = []
     names = run_names(runs)
     group_names, groups = groups_of(runs)
@@ -59,7 +71,9 @@ def contents(runs: Sequence[Run]) -> dict[str, Any]:
         "styles": [[style.colour, style.dash] for style in styles],
         "runs": entries,
         "common": common,
-        "summary": summary(groups),
+        "summary": summary(groups, reference),
+        "labels": metric_labels(runs, entries),
+        "colours": {"light": COLOURS, "dark": DARK_COLOURS},
         "partitions": partitions(runs, names, left_out),
         "images": last_images(runs, names, left_out),
         "sections": [],
@@ -219,30 +233,142 @@ def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
     return names, members
 
 
-def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
-    """Return a table with each group's final results, as mean ± sample standard deviation over the group's runs."""
+def metric_labels(runs: Sequence[Run], entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the label of each metric on axes, such as `Test accuracy`, by its name in `metrics.csv` or `clients.csv`.
+
+    Args:
+        runs: The runs.
+        entries: The content of the report for each run.
+    """
+    splits = {evaluated_split(run.settings) for run in runs}
+    split = splits.pop() if len(splits) == 1 else "test"
+    labels = {name: axis_label(f"client/{name}", split=split) for entry in entries for name in entry["clients"]}
+    return labels | {name: axis_label(name, split=split) for entry in entries for name in entry["metrics"]}
+
+
+def summary(groups: Sequence[Sequence[Run]], reference: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a table with each group's final results, as mean ± sample standard deviation over the group's runs.
+
+    The numbers of a column have the same number of decimal places. The column of the main metric is followed by the
+    difference to the reference, with a test of significance.
+
+    Args:
+        groups: The runs of each group.
+        reference: Settings of the reference, as in `compare`.
+
+    Raises:
+        ConfigError: The reference matches no group, or several.
+    """
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
-    shown = re.compile(rf".*_(last|best)|R_.*|{EPSILON.pattern}")
-    columns = [*filter(shown.fullmatch, names)]
-    columns.sort(key=lambda name: (not name.startswith("global/"), not name.startswith("R_")))
-    rows = []
-    for group in groups:
-        figures = [_mean_and_deviation([run.summary.get(name) for run in group]) for name in columns]
-        rounds = _mean_and_deviation([len(run.rounds) for run in group])
-        sent = _mean_and_deviation([run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group])
-        seconds = _mean_and_deviation([sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group])
-        rows.append([str(len(group)), rounds, *figures, sent, seconds])
-    return {"columns": ["runs", "rounds", *columns, "MB", "seconds"], "rows": rows}
+    metrics = [*filter(re.compile(rf".*_(last|best)|R_.*|{EPSILON.pattern}").fullmatch, names)]
+    metrics.sort(key=lambda name: (not name.startswith("global/"), not name.startswith("R_")))
+    columns = {
+        "runs": [str(len(group)) for group in groups],
+        "rounds": [_rounds(group) for group in groups],
+        **{
+            name: column_texts(
+                [[run.summary.get(name) for run in group] for group in groups], 1 if name.startswith("R_") else 4
+            )
+            for name in metrics
+        },
+        "MB": column_texts(
+            [[run.rounds[-1].get("comm/total_bytes", math.nan) / 1e6 for run in group] for group in groups]
+        ),
+        "seconds": column_texts(
+            [[sum(row.get("time/round_s", math.nan) for row in run.rounds) for run in group] for group in groups]
+        ),
+    }
+    tested = differences(groups, reference)
+    order = [*columns]
+    if tested.header:
+        columns[tested.header] = tested.texts
+        last = f"{tested.metric}_last"
+        order.insert(order.index(last) + 1 if last in order else len(order), tested.header)
+    rows = [list(row) for row in zip(*(columns[name] for name in order), strict=True)]
+    return {"columns": order, "rows": rows, "notes": tested.notes}
 
 
-def _mean_and_deviation(values: Sequence[float | None]) -> str | None:
-    """Return the mean ± standard deviation of the finite values, with their count if other values are missing."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    figures = spread(known)
-    if figures is None:
-        return None
-    cell = f"{figures.mean:.4g} ± {figures.std:.2g}" if figures.std else f"{figures.mean:.4g}"
-    return cell if len(known) == len(values) else f"{cell} ({len(known)} of {len(values)})"
+class Differences(NamedTuple):
+    """A column of the summary with the differences of groups to the reference group.
+
+    Attributes:
+        metric: The metric that is compared.
+        header: Name of the column; empty if there is no reference.
+        texts: The cell of each group; None for a group without a difference.
+        notes: Lines below the table.
+    """
+
+    metric: str
+    header: str
+    texts: list[str | None]
+    notes: list[str]
+
+
+def differences(groups: Sequence[Sequence[Run]], reference: Mapping[str, Any] | None) -> Differences:
+    """Return the difference of each group to the reference group, with a paired t-test. Unfinished runs are left out.
+
+    Args:
+        groups: The runs of each group.
+        reference: Settings of the reference, as in `compare`; by default FedAvg, if that is one group.
+
+    Raises:
+        ConfigError: The reference matches no group, or several.
+    """
+    finished = [run for group in groups for run in group if run.config and run.finished]
+    if not finished:
+        return Differences("", "", [], [])
+    found = compare(finished, reference=reference)
+    if not found.reference:
+        return Differences(found.metric, "", [], found.remarks)
+    group_of = {run: group for group in found.groups for run in group.runs}
+    own = [group_of.get(group[0]) for group in groups]
+    texts = [format_difference(group, found.digits) if group else None for group in own]
+    notes = [f"{found.metric}, {difference_note(found.reference)}", *found.missing_seeds, *found.remarks]
+    return Differences(found.metric, f"to {found.reference}", texts, notes)
+
+
+def _rounds(group: Sequence[Run]) -> str:
+    """Return the mean number of rounds of a group's runs, and for an unfinished run the planned number."""
+    (text,) = column_texts([[len(run.rounds) for run in group]], 1)
+    planned = group[0].config.get("rounds")
+    return str(text) if group[0].finished or not isinstance(planned, int) else f"{text} of {planned}"
+
+
+def column_texts(values: Sequence[Sequence[float | None]], most_places: int = 4) -> list[str | None]:
+    """Return the mean ± standard deviation of each group's values, all with the same number of decimal places.
+
+    The largest mean has four significant digits. Counts have none after the point. A deviation is left out if it is 0
+    in all groups. If values are missing, their number follows: `0.5000 (2 of 3)`. A group without values has None.
+
+    Args:
+        values: The values of each group; None or NaN where missing.
+        most_places: Maximum number of decimal places.
+
+    Example:
+        >>> column_texts([[0.5, 0.75], [0.5, None], [None]])
+        ['0.6250 ± 0.1768', '0.5000 (1 of 2)', None]
+    """
+    known = [[value for value in group if value is not None and math.isfinite(value)] for group in values]
+    figures = [spread(group) for group in known]
+    places = decimal_places([value for group in known for value in group], [each.mean for each in figures if each])
+    places = min(places, most_places)
+    varied = any(each and each.std for each in figures)
+
+    def text(figure: Spread | None, count: int, of: int) -> str | None:
+        if figure is None:
+            return None
+        cell = mean_and_std(figure.mean, figure.std if varied else None, f".{places}f")
+        return cell if count == of else f"{cell} ({count} of {of})"
+
+    return [text(*each) for each in zip(figures, map(len, known), map(len, values), strict=True)]
+
+
+def decimal_places(values: Sequence[float], means: Sequence[float]) -> int:
+    """Return the number of decimal places of a column: none for counts with whole means, else 4 significant digits."""
+    if all(value == int(value) for value in (*values, *means)):
+        return 0
+    largest = max(map(abs, means))
+    return max(0, 4 - len(str(int(largest)))) if largest > 1 else 4
 
 
 # --- partitions ---

@@ -5,10 +5,16 @@
   const data = JSON.parse($("data").textContent);
   const main = document.querySelector("main");
 
-  // Okabe and Ito's colours without yellow, which is invisible on white, and black, which is invisible on dark.
-  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+  function colour(place) {
+    const { theme = "auto" } = document.documentElement.dataset;
+    const dark = theme === "auto" ? matchMedia("(prefers-color-scheme: dark)").matches : theme === "dark";
+    const colours = data.colours[dark ? "dark" : "light"];
+    return colours[place % colours.length];
+  }
   const DASHES = { solid: "", dash: "8 4", dot: "2 3", dashdot: "8 3 2 3", longdash: "14 4" };
-  const AXES = { round: "round", bytes: "bytes sent so far", seconds: "seconds so far" };
+  const AXES = {
+    round: "Communication rounds", bytes: "Total communication (bytes)", seconds: "Wall-clock time (s)",
+  };
   const state = { axis: "round", band: "range", smoothing: 0, logx: false, logy: false };
   const BUTTONS = [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]];
   const touched = matchMedia("(pointer: coarse)").matches;
@@ -16,7 +22,7 @@
   const groups = data.groups.map((name, i) => ({
     name,
     shown: true,
-    colour: COLOURS[data.styles[i][0] % COLOURS.length],
+    get colour() { return colour(data.styles[i][0]); },
     dash: Object.keys(DASHES)[data.styles[i][1] % Object.keys(DASHES).length],
     runs: data.runs.filter((run) => run.group === i),
   }));
@@ -37,7 +43,8 @@
   }
 
   function section(id, title, note = "") {
-    const place = make("section", { id }, make("h2", { textContent: title }));
+    const place = make("section", { id }, make("h2", { id: `${id}-title`, textContent: title }));
+    place.setAttribute("aria-labelledby", `${id}-title`);
     if (note) place.append(make("p", { className: "note", textContent: note }));
     main.append(place);
     return place;
@@ -54,22 +61,29 @@
     ? part.split(/(?<=[./_])/).flatMap((piece) => [piece, document.createElement("wbr")])
     : [part]));
 
-  function table(head, rows) {
-    const cell = (tag, content) => make(tag, {}, ...(tag === "th" ? breakable(content) : [content ?? "–"]));
+  // A wide table is scrolled inside its own region, which the keyboard can reach.
+  function table(caption, head, rows) {
+    const cell = (scope, content) => scope
+      ? make("th", { scope }, ...breakable(content))
+      : make("td", {}, typeof content === "string" ? content.replaceAll("± ", "±\u00a0") : content ?? "–");
     const body = rows.map(([first, ...rest]) =>
-      make("tr", {}, cell("th", first), ...rest.map((content) => cell("td", content))));
-    const top = make("tr", {}, ...head.map((content) => cell("th", content)));
-    return make("div", { className: "scroll" }, make("table", {}, make("thead", {}, top), make("tbody", {}, ...body)));
+      make("tr", {}, cell("row", first), ...rest.map((content) => cell("", content))));
+    const top = make("tr", {}, ...head.map((content) => cell("col", content)));
+    const scroll = make("div", { className: "scroll", tabIndex: 0 },
+      make("table", {}, make("thead", {}, top), make("tbody", {}, ...body)));
+    scroll.setAttribute("role", "region");
+    scroll.setAttribute("aria-label", caption);
+    return scroll;
   }
 
   function swatch(group) {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-    const drawn = { x1: 0, x2: 28, y1: 4, y2: 4, stroke: group.colour, "stroke-width": 3 };
-    for (const [key, value] of Object.entries({ ...drawn, "stroke-dasharray": DASHES[group.dash] })) {
-      line.setAttribute(key, value);
-    }
+    const drawn = { x1: 0, x2: 28, y1: 4, y2: 4, "stroke-width": 3, "stroke-dasharray": DASHES[group.dash] };
+    for (const [key, value] of Object.entries(drawn)) line.setAttribute(key, value);
+    redraws.push(() => line.setAttribute("stroke", group.colour));
     svg.setAttribute("class", "swatch");
+    svg.setAttribute("aria-hidden", "true");
     svg.append(line);
     return svg;
   }
@@ -87,7 +101,38 @@
     document.head.append(make("script", { textContent: await new Response(stream).text() }));
   }
 
-  function draw(place, traces, { x, y, ...layout }) {
+  // A place for a figure, followed by its values as a table for readers who do not see it.
+  function plotPlace(section, className = "") {
+    const place = make("div", { className: `plot ${className}`.trim() });
+    const values = make("details", { className: "values" }, make("summary", { textContent: "Values as a table" }));
+    values.addEventListener("toggle", () => fillValues(place));
+    section.append(place, values);
+    return place;
+  }
+
+  function fillValues(place) {
+    const values = place.nextElementSibling;
+    if (!values.open) return;
+    values.querySelector(".scroll")?.remove();
+    values.append(table(place.values.title, place.values.head, place.values.rows()));
+  }
+
+  // Describes a drawn figure for screen readers: an image with a name, and where its values are.
+  function describe(place, values) {
+    const [image, ...others] = place.querySelectorAll("svg.main-svg");
+    image?.setAttribute("role", "img");
+    image?.setAttribute("aria-label", `${values.title}. The values are in the table that follows.`);
+    others.forEach((layer) => layer.setAttribute("aria-hidden", "true"));
+    place.values = values;
+    fillValues(place);
+  }
+
+  // Up to 12 places among a number of rounds, with the last one.
+  const samples = (count) => [...new Set(Array.from({ length: Math.min(count, 12) }, (_, i) =>
+    Math.round(((i + 1) * count) / Math.min(count, 12)) - 1))];
+  const figure = (value) => (value === undefined || value === null ? "–" : Number(value).toPrecision(4));
+
+  function draw(place, traces, { x, y, ...layout }, values) {
     const text = getComputedStyle(document.body).color;
     const line = getComputedStyle(main.firstElementChild).borderTopColor;
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
@@ -109,6 +154,7 @@
       responsive: true, displayModeBar: touched ? false : "hover", displaylogo: false, modeBarButtons: BUTTONS,
       toImageButtonOptions: { format: "svg", filename: place.closest("section").id },
     });
+    describe(place, values);
   }
 
   const xAxis = () => ({
@@ -116,7 +162,8 @@
     type: state.logx ? "log" : "linear",
     exponentformat: "SI",
   });
-  const yAxis = (title) => ({ title: { text: plain(title) }, type: state.logy ? "log" : "linear" });
+  const label = (metric) => (Object.hasOwn(data.labels, metric) ? data.labels[metric] : metric);
+  const yAxis = (metric) => ({ title: { text: plain(label(metric)) }, type: state.logy ? "log" : "linear" });
 
   // The area between two lines. With a logarithmic axis it is drawn only above 0.
   function surface(x, low, high, group, opacity) {
@@ -187,11 +234,24 @@
     return spread ? [surface(x, ends(0), ends(1), group, 0.18), line] : [line];
   }
 
+  function curveValues(metric) {
+    const drawn = shown();
+    return {
+      title: `${label(metric)} by round: means over the runs of ${drawn.map((group) => group.name).join(", ") || "no group"}`,
+      head: ["round", ...drawn.map((group) => group.name)],
+      rows() {
+        const means = drawn.map((group) => new Map(curve(group, metric).map(({ round, y }) => [round, mean(y)])));
+        const rounds = [...new Set(means.flatMap((each) => [...each.keys()]))].sort((a, b) => a - b);
+        return samples(rounds.length).map((i) => [String(rounds[i]), ...means.map((each) => figure(each.get(rounds[i])))]);
+      },
+    };
+  }
+
   function curves(place, metrics) {
     const select = choice(place, "metric", metrics, () => show());
-    const plot = place.appendChild(make("div", { className: "plot" }));
+    const plot = plotPlace(place);
     const show = () => draw(plot, shown().flatMap((group) => curveTraces(group, select.value)),
-      { x: xAxis(), y: yAxis(select.value) });
+      { x: xAxis(), y: yAxis(select.value) }, curveValues(select.value));
     redraws.push(show);
   }
 
@@ -200,16 +260,18 @@
   function spread(place, measures) {
     const measure = choice(place, "measure", measures, () => show());
     const which = choice(place, "run", data.runs.map((run) => run.name), () => show());
-    const fan = place.appendChild(make("div", { className: "plot fan" }));
+    const fan = plotPlace(place, "fan");
     const note = place.appendChild(make("p", { className: "note" }));
-    const points = place.appendChild(make("div", { className: "plot points" }));
+    const points = plotPlace(place, "points");
 
     function drawFan() {
       const available = data.runs.map((run) => groups[run.group].shown && measure.value in run.clients);
       [...which.options].forEach((option, i) => { option.disabled = !available[i]; });
       if (!available[which.selectedIndex]) which.selectedIndex = available.indexOf(true);
       const run = data.runs[which.selectedIndex];
-      if (!run) return draw(fan, [], { x: xAxis(), y: yAxis(measure.value) });
+      const title = `${label(measure.value)} by round: distribution over clients of ${run?.name ?? "no run"}`;
+      const head = ["round", "lowest", "10 %", "median", "90 %", "highest"];
+      if (!run) return draw(fan, [], { x: xAxis(), y: yAxis(measure.value) }, { title, head, rows: () => [] });
       const { rounds, quantiles: [lowest, low, median, high, highest] } = run.clients[measure.value];
       const place = new Map(run.axes.round.map((round, i) => [round, i]));
       const x = rounds.map((round) => run.axes[state.axis][place.get(round)]);
@@ -222,7 +284,12 @@
       };
       return draw(fan,
         [surface(x, lowest, highest, group, 0.12), surface(x, low, high, group, 0.2), line],
-        { x: xAxis(), y: yAxis(measure.value) });
+        { x: xAxis(), y: yAxis(measure.value) },
+        {
+          title, head,
+          rows: () => samples(rounds.length).map((i) =>
+            [String(rounds[i]), ...[lowest, low, median, high, highest].map((each) => figure(each[i]))]),
+        });
     }
 
     function drawPoints() {
@@ -248,6 +315,14 @@
           tickvals: measured.map((_, i) => i), ticktext: measured.map((group) => plain(cut(group.name, length))),
           autorange: "reversed", zeroline: false,
         },
+      }, {
+        title: `${label(measure.value)} of each client in the last round, by group`,
+        head: ["group", "clients", "lowest", "median", "highest"],
+        rows: () => measured.map(({ name }, i) => {
+          const sorted = [...traces[i].x].sort((a, b) => a - b);
+          const middle = (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+          return [name, String(sorted.length), figure(sorted[0]), figure(middle), figure(sorted.at(-1))];
+        }),
       });
     }
 
@@ -266,7 +341,8 @@
     const names = data.partitions.map(({ runs }) => `${data.runs[runs[0]].name}${runs.length > 1 ? ` and ${runs.length - 1} more` : ""}`);
     const select = choice(place, "of", names, () => show());
     const note = place.appendChild(make("p", { className: "note" }));
-    const plot = place.appendChild(make("div", { className: "plot" }));
+    const sizes = place.appendChild(make("p", { className: "note sizes" }));
+    const plot = plotPlace(place);
     // All partitions have one scale: that of bubbles, and that of heat maps of many clients.
     const isGrouped = ({ counts, clients }) => counts.length < clients;
     const largestOf = (grouped) => data.partitions.filter((one) => isGrouped(one) === grouped)
@@ -280,19 +356,32 @@
       return { title: { text: title }, zeroline: false, ...(labels.length ? named : {}) };
     }
 
+    const widest = () => Math.max(6, Math.min(26, 1.6 * plot.clientWidth / most)); // diameter of the largest bubble
+
+    // Bubbles of three sizes with their numbers of samples.
+    function sizeLegend() {
+      const largest = largestOf(false);
+      const counts = [...new Set([largest, ...[4, 16].map((part) => Number((largest / part).toPrecision(1)) || 1)])];
+      return counts.map((count) => {
+        const bubble = make("i");
+        const side = `${(widest() * Math.sqrt(count / largest)).toFixed(1)}px`;
+        Object.assign(bubble.style, { width: side, height: side, background: colour(0) });
+        return make("span", {}, bubble, `${count} samples`);
+      });
+    }
+
     function bubbles(counts, { clients, classes }) {
       const cells = counts.flatMap((row, client) => row.map((count, label) => ({ client, label, count })))
         .filter((cell) => cell.count > 0);
       const largest = largestOf(false);
-      const widest = Math.max(6, Math.min(26, 1.6 * plot.clientWidth / most));
       return {
         x: cells.map((cell) => cell.client), y: cells.map((cell) => cell.label),
         text: cells.map(({ client, label, count }) =>
           plain(`client ${clients[client] ?? client}, class ${classes[label] ?? label}: ${count} training samples`)),
         mode: "markers", hovertemplate: "%{text}<extra></extra>",
         marker: {
-          size: cells.map((cell) => cell.count), sizemode: "area", sizeref: 2 * largest / widest ** 2, sizemin: 1,
-          color: COLOURS[0], opacity: 0.7, line: { width: 0 },
+          size: cells.map((cell) => cell.count), sizemode: "area", sizeref: 2 * largest / widest() ** 2, sizemin: 1,
+          color: colour(0), opacity: 0.7, line: { width: 0 },
         },
       };
     }
@@ -300,8 +389,8 @@
     function show() {
       const { counts, clients, names } = data.partitions[select.selectedIndex];
       const grouped = isGrouped(data.partitions[select.selectedIndex]);
-      note.textContent = grouped ? "" : "The area of a bubble is proportional to the number of training samples. The largest"
-        + ` bubble of all partitions is ${largestOf(false)}.`;
+      note.textContent = grouped ? "" : "The area of a bubble is proportional to the number of training samples.";
+      sizes.replaceChildren(...(grouped ? [] : sizeLegend()));
       const heat = {
         type: "heatmap", zmin: 0, zmax: largestOf(true), z: counts[0].map((_, label) => counts.map((row) => row[label])), colorscale: "Blues",
         reversescale: false, hovertemplate: "class %{y}: %{z} training samples<extra></extra>",
@@ -310,6 +399,10 @@
         height: Math.min(700, 130 + 22 * counts[0].length),
         x: grouped ? axis(`${clients} clients, sorted by the class they hold most of`, []) : axis("client", names.clients),
         y: axis("class", names.classes),
+      }, {
+        title: `Training samples of ${clients} clients by class`,
+        head: [grouped ? "group of clients" : "client", ...counts[0].map((_, i) => names.classes[i] ?? `class ${i}`)],
+        rows: () => counts.map((row, i) => [(!grouped && names.clients[i]) || String(i), ...row.map(String)]),
       });
     }
     redraws.push(show);
@@ -326,8 +419,9 @@
       for (const { run, round, reduced, source } of kind) {
         const caption = `${data.runs[run].name}, round ${round}${reduced ? " (reduced)" : ""}`;
         const open = () => { large.src = source; dialog.showModal(); };
-        const image = make("img", { src: source, alt: `${name}: ${caption}`, onclick: open });
-        const figure = make("figure", {}, image, make("figcaption", { textContent: caption }));
+        const image = make("img", { src: source, alt: `${name}: ${caption}` });
+        const button = make("button", { type: "button", title: "enlarge", onclick: open }, image);
+        const figure = make("figure", {}, button, make("figcaption", { textContent: caption }));
         redraws.push(() => { figure.hidden = !groups[data.runs[run].group].shown; });
         grid.append(figure);
       }
@@ -341,7 +435,7 @@
     const place = section(`section-${i}`, heading, rest.join("; "));
     for (const source of figures) place.append(make("img", { src: source, alt: heading, className: "figure" }));
     for (const { header, rows, notes } of tables) {
-      place.append(table(header, rows), ...notes.map((text) => make("p", { className: "note", textContent: text })));
+      place.append(table(heading, header, rows), ...notes.map((text) => make("p", { className: "note", textContent: text })));
     }
   }
 
@@ -349,13 +443,15 @@
     const own = [...new Set(data.runs.flatMap((run) => Object.keys(run.settings)))];
     const valuesOf = (group, key) => [...new Set(group.runs.map((run) => run.settings[key] ?? "–"))].join(", ");
     if (own.length) {
-      const rows = own.map((key) => [key, ...groups.map((group) => valuesOf(group, key))]);
-      place.append(table(["differs", ...groups.map((group) => group.name)], rows));
+      const cells = own.map((key) => [key, ...groups.map((group) => valuesOf(group, key))]);
+      const lines = [["differs", ...groups.map((group) => group.name)], ...cells];
+      const [head, ...rows] = groups.length > own.length ? lines[0].map((_, i) => lines.map((line) => line[i])) : lines;
+      place.append(table("Settings that differ", head, rows));
     }
     for (const run of data.runs) {
       const whole = { ...data.common, ...run.settings };
       const details = make("details", {}, make("summary", { textContent: `config of ${run.name}` }));
-      const fill = () => details.append(table(["key", "value"], Object.entries(whole)));
+      const fill = () => details.append(table(`Config of ${run.name}`, ["key", "value"], Object.entries(whole)));
       details.addEventListener("toggle", fill, { once: true });
       place.append(details);
     }
@@ -385,9 +481,12 @@
 
     data.sections.forEach(extraSection);
     const rows = data.summary.rows.map((row, i) => [[swatch(groups[i]), " ", groups[i].name], ...row]);
-    const overview = table(["", ...data.summary.columns], rows);
+    const overview = table("Summary", ["group", ...data.summary.columns], rows);
     overview.querySelectorAll("tbody tr").forEach((row, i) => redraws.push(() => { row.hidden = !groups[i].shown; }));
-    section("summary", "Summary", "Means over a group's runs ± standard deviation.").append(overview);
+    const unfinished = data.groups.some((name) => name.includes("(not finished: "))
+      ? " Runs marked as not finished are in no mean and no test." : "";
+    const notes = data.summary.notes.map((textContent) => make("p", { className: "note", textContent }));
+    section("summary", "Summary", `Means over a group's runs ± standard deviation.${unfinished}`).append(overview, ...notes);
     among(metrics, is.accuracy, (names) => curves(section("accuracy", "Accuracy"), names));
     among(metrics, is.loss, (names) => curves(section("loss", "Loss"), names));
     among(measures, (name) => !is.drift(name) && !is.weight(name), (names) => spread(section("clients", "Clients"), names));

@@ -43,23 +43,26 @@ class Section(NamedTuple):
     figures: Sequence[bytes] = ()
 
 
-def write_report(runs: Sequence[Run], path: Path, sections: Sequence[Section] = ()) -> list[str]:
+def write_report(
+    runs: Sequence[Run], path: Path, sections: Sequence[Section] = (), reference: Mapping[str, Any] | None = None
+) -> list[str]:
     """Write the HTML report of some runs to a file.
 
     Args:
         runs: At least one run.
         path: The file; an existing report is replaced.
         sections: Sections to show first.
+        reference: Settings of the group that the others are tested against, as in `compare`; by default FedAvg.
 
     Returns:
         A line for each part that was left out.
 
     Raises:
-        ConfigError: The file exists and is not a report, or cannot be written.
+        ConfigError: The file exists and is not a report, or cannot be written, or the reference matches no group.
     """
     if path.exists() and not is_report(path):
         raise ConfigError(f"-o: {path} exists and is not a report. Name another file, or remove it")
-    data = contents(runs) | {"sections": list(map(section_data, sections))}
+    data = contents(runs, reference) | {"sections": list(map(section_data, sections))}
     try:
         write_atomically(path, page(data))
     except OSError as error:

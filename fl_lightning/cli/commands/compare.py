@@ -11,9 +11,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.comparison import Comparison, across_values, comparable_runs, compare
-from fl_lightning.analysis.result_table import ResultTable, mean_and_std
+from fl_lightning.analysis.comparison_cells import difference_note, format_difference, format_spread
+from fl_lightning.analysis.result_table import ResultTable
 from fl_lightning.analysis.run_groups import Group, Reach
-from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
+from fl_lightning.analysis.statistics import Difference, Spread
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
 from fl_lightning.evaluation.summary import ARCHITECTURE_COLUMN, architectures_of, human_bytes, label_of, model_metrics
@@ -206,19 +207,6 @@ def spread_columns(name: str, spread: Spread | None) -> dict[str, float | None]:
 # --- Cells ---
 
 
-def format_spread(figures: Spread | Difference | None, digits: int = 4, sign: str = "") -> str:
-    """Format a mean ± standard deviation with a number of decimal places; from 1000 on, with four significant digits.
-
-    Args:
-        figures: The mean and the standard deviation of a metric over seeds.
-        digits: Number of decimal places.
-        sign: `+` to write the sign of a positive mean, too.
-    """
-    if figures is None:
-        return "-"
-    return mean_and_std(figures.mean, figures.std, sign + (".4g" if abs(figures.mean) >= 1000 else f".{digits}f"))
-
-
 def is_complete(group: Group, comparison: Comparison) -> bool:
     """Return whether a group has one run for each of the comparison's seeds, and all its runs are finished."""
     return len(group.runs) == len(group.seeds) == len(comparison.seeds) and all(run.finished for run in group.runs)
@@ -231,15 +219,6 @@ def format_seeds(group: Group, comparison: Comparison) -> str:
     cell += f", {len(group.runs)} runs" if len(group.runs) > seeds else ""
     unfinished = sum(not run.finished for run in group.runs)
     return cell + (f", {unfinished} unfinished" if unfinished else "")
-
-
-def format_difference(group: Group, digits: int = 4) -> str:
-    """Format a group's difference to the reference group as mean ± standard deviation with significance stars."""
-    if group.difference is None:
-        return "" if group.reference else "-"
-    values = format_spread(group.difference, digits, "+")
-    pairs = f"({group.difference.pairs} of {len(group.seeds)})" if group.difference.pairs < len(group.seeds) else ""
-    return " ".join(filter(None, [values, group.difference.stars, pairs]))
 
 
 def format_reach(reach: Reach) -> list[str]:
@@ -285,11 +264,7 @@ def notes(comparison: Comparison, when: str, targets: list[float]) -> list[str]:
     metric = f"{comparison.metric} in percent," if comparison.percent else comparison.metric
     lines = [f"{metric} {when}: mean ± standard deviation over seeds (n - 1).", *comparison.missing_seeds]
     if comparison.reference:
-        levels = ", ".join(f"{'*' * i} p < {level:g}" for i, level in enumerate(LEVELS, 1))
-        lines.append(
-            f"to {comparison.reference}: difference in the last round to its run with the same seed; {levels}: "
-            f"paired t-test, two-sided, with Holm's correction over all groups that were tested."
-        )
+        lines.append(difference_note(comparison.reference))
     if targets:
         lines.append(
             "R_x: the first evaluated round in which a run reached x. R_x, bytes and seconds are means over the runs "

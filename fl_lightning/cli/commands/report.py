@@ -7,6 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.html_report.report import write_report
+from fl_lightning.cli.commands.compare import reference_settings
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
 from fl_lightning.runs.search import open_runs
@@ -18,7 +19,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         raise ConfigError("-o: the name is empty. Name a file, such as report.html")
     runs = open_runs(given.runs, given.where)
     out = Path(given.out)
-    left_out = write_report(runs, out)
+    left_out = write_report(runs, out, reference=reference_settings(given.reference))
     for line in left_out:
         echo(f"left out: {line}")
     echo(f"wrote {out}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {out.stat().st_size / 1e6:.1f} MB")
