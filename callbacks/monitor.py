@@ -144,7 +144,6 @@ def round_metrics(run: FederatedRun) -> list[str]:
         names += [
             f"global/uncalibrated_{name}" for name in shared if isinstance(run.algorithm, Calibrates) and name != "loss"
         ]
-        names += ["attack/success_rate"] * (run.evaluator.wanted_predictions is not None)
     if scored:
         names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
     architectures = {name: [score] for client in scored if (name := run.worker.architecture_of(client))}
@@ -158,6 +157,8 @@ def round_metrics(run: FederatedRun) -> list[str]:
     names += personal_means([score] * evaluation.personal_on_global)
     names += [name for aggregator in run.algorithm.aggregator.chain() for name in aggregator.reports]
     names += server.attack_metrics([])
+    if run.data.wanted_predictions is not None and (run.data.has_global_test or not run.algorithm.one_model):
+        names += ["attack/success_rate"]
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     if schedule := run.evaluator.server.schedule:

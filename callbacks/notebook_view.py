@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from fl_lightning.core.durations import format_duration
 from fl_lightning.evaluation.summary import best_and_last, is_lower_better, label_of, main_metrics
 from fl_lightning.runs.reader import Run
 
 if TYPE_CHECKING:
-    from fl_lightning.callbacks.base import FederatedRun
+    from fl_lightning.callbacks.progress import Pace
 
 LONGEST_PAUSE = 2.0
 """Maximum number of seconds for which no further update is made after an update."""
@@ -26,36 +27,38 @@ class NotebookView:
     little of the run's time.
 
     Args:
-        run: The run.
+        pace: The progress of the run.
     """
 
-    def __init__(self, run: FederatedRun) -> None:
+    def __init__(self, pace: Pace) -> None:
         from IPython.display import display  # not a dependency: where a notebook runs, it is installed
 
-        self.run, self._status, self._note = run, "", ""
-        self._clients, self._trained = 0, 0
+        self.pace, self.run, self._status, self._note = pace, pace.run, "", ""
+        self._trained, self._slow = 0, LONGEST_PAUSE
         self._curves, self._drawn_round = "", 0
         self._next_update = 0.0
         self._handle = display(self, display_id=True)
 
-    def begin_round(self, clients: int) -> None:
-        """Reset the count of the clients that have finished their fit in the round."""
-        self._clients, self._trained = clients, 0
+    def tick(self) -> None:
+        """Show that one more client has finished its fit, or the steps of a client that takes long."""
+        if self.pace.trained != self._trained:
+            self._trained, self._slow = self.pace.trained, LONGEST_PAUSE
+            self._update()
+        elif self.pace.client_seconds >= self._slow:
+            self._slow = self.pace.client_seconds + LONGEST_PAUSE
+            self._update()
 
-    def end_client(self) -> None:
-        """Show that one more client of the round has finished its fit."""
-        self._trained += 1
-        self._update()
-
-    def end_round(self, note: str, left: float) -> None:
+    def end_round(self, note: str) -> None:
         """Show the metrics of the round, and the estimated time until the run ends."""
-        self._note, self._status = note, f"left {left:.0f} s"
-        self._clients = 0
+        left = self.pace.seconds_left
+        self._note, self._trained = note, 0
+        self._status = "" if left is None else f"left {format_duration(left)}"
         self._update()
 
     def end(self, reason: str) -> None:
         """Show the final metrics and why the run ended."""
-        self._clients, self._status, self._next_update = 0, reason, 0.0
+        self.pace.begin_round(0)
+        self._status, self._next_update = reason, 0.0
         self._update()
 
     def _update(self) -> None:
@@ -70,13 +73,14 @@ class NotebookView:
         return "  ".join([*self._progress(), *filter(None, [self._note])])
 
     def _repr_html_(self) -> str:
-        done = self.run.round + (self._trained / self._clients if self._clients else 0)
-        bar = f'<progress value="{done:.3f}" max="{self.run.rounds}"></progress>'
+        bar = f'<progress value="{self.pace.rounds:.3f}" max="{self.run.rounds}"></progress>'
         return f"<div>{bar} {escape(', '.join(self._progress()))}{self._table()}{self._draw()}</div>"
 
     def _progress(self) -> list[str]:
-        clients = [f"client {self._trained}/{self._clients}"] * bool(self._clients)
-        return [f"round {self.run.round}/{self.run.rounds}", *clients, *filter(None, [self._status])]
+        pace = self.pace
+        clients = [f"client {pace.trained}/{pace.clients}"] * bool(pace.clients)
+        parts = (f"round {pace.finished_rounds}/{self.run.rounds}", *clients, pace.describe_steps(), self._status)
+        return [*filter(None, parts)]
 
     def _table(self) -> str:
         """Return the last and best values of the main metrics and of the training loss as an HTML table."""

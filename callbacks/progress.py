@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console, RenderableType  # a type
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.callbacks.run_summary import summarize_run
 from fl_lightning.core.console import SafeConsole
+from fl_lightning.core.durations import format_duration
+from fl_lightning.core.round_progress import listen
+from fl_lightning.core.terminal import wrap_words
 from fl_lightning.evaluation.summary import label_of
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
-    from fl_lightning.callbacks.notebook_view import NotebookView
-    from fl_lightning.engines import Result
     from fl_lightning.evaluation.round_metrics import RoundMetrics
 
 
@@ -30,106 +34,259 @@ SHOWN = {
 } | {"client/train_loss": "train loss"}
 """The metrics that the line of a round shows if the run has them, and their labels."""
 
+LINE_SECONDS = 30.0
+"""Without a terminal: seconds without a line after which a line about the unfinished round is printed."""
+
+SLOW_CLIENT = 2.0
+"""Seconds after which a terminal shows the training steps of a client. Those of faster clients would only flicker."""
+
+
+class Pace:
+    """The progress of a run within its rounds, and the time that is left. It receives the reports of a round.
+
+    Args:
+        run: The run.
+        clock: Returns the present time in seconds.
+
+    Attributes:
+        finished_rounds: Number of finished rounds.
+        clients: Number of clients of the present round; 0 between rounds.
+        trained: Number of them that have finished their fit.
+        steps: Number of training steps of the clients that are being trained.
+        all_steps: Number of their steps in all; 0 if it is not known.
+        together: Number of clients that are being trained together.
+    """
+
+    def __init__(self, run: FederatedRun, clock: Callable[[], float]) -> None:
+        self.run, self.clock = run, clock
+        self.started, self.first_round = clock(), run.round
+        self.view: View | None = None
+        self.begin_round(0)
+
+    def begin_round(self, clients: int) -> None:
+        """Reset the progress for a round with a number of clients."""
+        self.finished_rounds, self.clients, self.trained = self.run.round, clients, 0
+        self._begin_client()
+
+    def _begin_client(self) -> None:
+        self.steps, self.all_steps, self.together, self._client_started = 0, 0, 1, self.clock()
+
+    def on_client(self) -> None:
+        """Count a client that has finished its fit."""
+        self.trained += 1
+        self._begin_client()
+        if self.view:
+            self.view.tick()
+
+    def on_steps(self, done: int, total: int, clients: int) -> None:
+        """Record the training steps of the clients that are being trained."""
+        self.steps, self.all_steps, self.together = done, total, clients
+        if self.view:
+            self.view.tick()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began or was resumed."""
+        return self.clock() - self.started
+
+    @property
+    def client_seconds(self) -> float:
+        """Seconds since a client of the round began its fit or ended it."""
+        return self.clock() - self._client_started
+
+    @property
+    def rounds(self) -> float:
+        """Number of finished rounds, with the finished share of the present one, measured in steps of its clients."""
+        if not self.clients:
+            return self.finished_rounds
+        training = self.together * self.steps / self.all_steps if self.all_steps else 0.0
+        return self.finished_rounds + min((self.trained + training) / self.clients, 1.0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated seconds until the run ends, if all rounds take equally long; None if nothing is done yet."""
+        done = self.rounds - self.first_round
+        return self.seconds / done * (self.run.rounds - self.rounds) if done > 0 else None
+
+    def describe_steps(self) -> str:
+        """Return the steps of the clients that are being trained as text; empty if they are not known."""
+        if not self.all_steps:
+            return ""
+        return f"step {self.steps}/{self.all_steps}" + (f" of {self.together} clients" if self.together > 1 else "")
+
+
+class View(Protocol):
+    """A display of the progress of a run, which it reads from a `Pace`."""
+
+    def tick(self) -> None:
+        """Called when a client has trained a step or has finished its fit. It must return quickly."""
+
+    def end_round(self, note: str) -> None:
+        """Show the metrics of a finished round."""
+
+    def end(self, reason: str) -> None:
+        """End the display, because the run is over."""
+
 
 class RoundProgress(RoundCallback):
-    """Show a summary of the run and its progress: bars on a terminal, a live view in a notebook, lines in a file.
+    """Show a summary of the run and its progress: bars on a terminal, a live view in a notebook, else lines.
+
+    Without a terminal, each round has a line, and a round that takes longer has one about every 30 seconds. So have
+    terminals with `TERM=dumb` or `NO_COLOR`.
 
     Args:
         console: The output; standard output by default.
     """
 
     keeps_no_uploads = True
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or SafeConsole()
-        self._live: Bars | NotebookView | None = None
-        self._started = 0.0
-        self._first_round = 0
+        self._pace: Pace | None = None
+        self._view: View | None = None
+        self._contexts = ExitStack()
 
     def on_fit_start(self, run: FederatedRun) -> None:
-        """Print the summary of the run. On a terminal or in a notebook, start the display of the progress."""
-        self._started, self._first_round = time.monotonic(), run.round
-        self.console.print("\n".join(summarize_run(run)), soft_wrap=True, highlight=False, markup=False)
-        if self.console.is_jupyter and not self.console.quiet:
+        """Print the summary of the run, and start the display of the progress."""
+        for line in summarize_run(run):
+            self._print(line)
+        self._pace = Pace(run, self.clock)
+        self._view = self._pace.view = self._new_view(self._pace)
+        self._contexts.enter_context(listen(self._pace))
+
+    def _new_view(self, pace: Pace) -> View:
+        console = self.console
+        if console.is_jupyter and not console.quiet:
             from fl_lightning.callbacks.notebook_view import NotebookView  # imports pandas
 
-            self._live = NotebookView(run)
-        elif self.console.is_terminal:
-            self._live = Bars(run, self.console)
+            return NotebookView(pace)
+        if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
+            return Bars(pace, console)
+        return Lines(pace, self._print)
 
     def on_round_start(self, run: FederatedRun, participants: Sequence[int]) -> None:
         """Reset the count of clients that have finished their fit in the round."""
-        if self._live:
-            self._live.begin_round(len(participants))
-
-    def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """Show that a client has finished its fit."""
-        if self._live:
-            self._live.end_client()
+        if self._pace:
+            self._pace.begin_round(len(participants))
 
     def on_round_end(self, run: FederatedRun, metrics: RoundMetrics) -> None:
-        """Show the metrics of the round or, without a terminal or notebook, print a line about it.
+        """Show the metrics of the round.
 
         After the first round, also print the engine's message, such as the engine that `auto` has chosen.
         """
-        if run.engine.note and run.round == self._first_round + 1:
-            self.console.print(run.engine.note, soft_wrap=True, highlight=False)
-        note = "  ".join(f"{label} {metrics[name]:.4f}" for name, label in SHOWN.items() if name in metrics)
-        left = (time.monotonic() - self._started) / (run.round - self._first_round) * (run.rounds - run.round)
-        if self._live:
-            self._live.end_round(note, left)
-        else:
-            line = f"round {run.round}/{run.rounds}  {note}  left {left:.0f} s"
-            self.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        if not self._pace or not self._view:
+            return
+        if run.engine.note and run.round == self._pace.first_round + 1:
+            self._print(run.engine.note)
+        self._pace.begin_round(0)
+        self._view.end_round(
+            "  ".join(f"{label} {metrics[name]:.4f}" for name, label in SHOWN.items() if name in metrics)
+        )
 
     def on_fit_end(self, run: FederatedRun) -> None:
-        """Remove the progress bars. In a notebook, show the final metrics and why the run ended."""
-        if self._live:
+        """Remove the progress bars. In a notebook, show the final metrics, why the run ended, and how long it took."""
+        self._contexts.close()
+        if self._pace and self._view:
+            end = describe_end(run, self._pace.first_round)
             stopped = f"stopped after round {run.round} of {run.rounds}"
-            self._live.end(describe_end(run, self._first_round) if run.is_over else stopped)
-            self._live = None
+            self._view.end(f"{end if run.is_over else stopped}; {describe_time(self._pace.seconds)}")
+        self._pace = self._view = None
+
+    def _print(self, line: str) -> None:
+        """Print a line. On a terminal, it is broken between words, but no word is broken, such as a path."""
+        text = wrap_words(line, self.console.width) if self.console.is_terminal else line
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+class Lines:
+    """A line for each round, and lines about rounds that take long, for files and plain terminals.
+
+    Args:
+        pace: The progress of the run.
+        show: Prints a line.
+    """
+
+    def __init__(self, pace: Pace, show: Callable[[str], None]) -> None:
+        self.pace, self.show = pace, show
+        self._last = pace.clock()
+
+    def tick(self) -> None:
+        """Print a line if the last one was long ago."""
+        if self.pace.clock() - self._last < LINE_SECONDS:
+            return
+        run, pace = self.pace.run, self.pace
+        clients = [f"client {pace.trained}/{pace.clients}"] * bool(pace.clients)
+        self._show(f"round {pace.finished_rounds + 1}/{run.rounds}", *clients, pace.describe_steps())
+
+    def end_round(self, note: str) -> None:
+        """Print the line of a round."""
+        run = self.pace.run
+        self._show(f"round {run.round}/{run.rounds}", note)
+
+    def end(self, reason: str) -> None:
+        """Do nothing. The reason is printed elsewhere."""
+
+    def _show(self, *parts: str) -> None:
+        left = self.pace.seconds_left
+        self.show("  ".join(filter(None, [*parts, "" if left is None else f"left {format_duration(left)}"])))
+        self._last = self.pace.clock()
 
 
 class Bars(Progress):
     """Progress bars with notes below, and an empty line for the `^C` that a terminal prints at the cursor.
 
-    Without that line, `^C` would wrap and a bar would remain on the screen.
+    Without that line, `^C` would wrap and a bar would remain on the screen. The bars are drawn ten times a second, and
+    read the progress then.
+
+    Args:
+        pace: The progress of the run.
+        console: The terminal.
     """
 
-    def __init__(self, run: FederatedRun, console: Console) -> None:
+    def __init__(self, pace: Pace, console: Console) -> None:
+        self.pace, self.note = pace, ""
         super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
             console=console,
             transient=True,
         )
-        self.run = run
-        self._rounds = self.add_task("rounds", total=run.rounds, completed=run.round, note="")
-        self._clients = self.add_task("clients", total=None, note="")
+        self._rounds = self.add_task("rounds", total=pace.run.rounds, left="")
+        self._clients = self.add_task("clients", total=None, left="")
+        self._steps = self.add_task("steps", total=None, left="", visible=False)
         self.start()
 
-    def begin_round(self, clients: int) -> None:
-        """Reset the bar of the round's clients."""
-        self.reset(self._clients, total=clients)
+    def tick(self) -> None:
+        """Do nothing. The bars are drawn at their own pace."""
 
-    def end_client(self) -> None:
-        """Advance the bar of the round's clients."""
-        self.advance(self._clients)
-
-    def end_round(self, note: str, left: float) -> None:
-        """Advance the bar of rounds. `left` is not used: the bar estimates the remaining time itself."""
-        self.update(self._rounds, completed=self.run.round, note=note)
+    def end_round(self, note: str) -> None:
+        """Set the note below the bars."""
+        self.note = note
 
     def end(self, reason: str) -> None:
         """Remove the bars. The reason is printed elsewhere."""
         self.stop()
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Return what the terminal shows: the bars, the notes below them, and an empty line."""
-        notes = [Text(task.fields["note"]) for task in self.tasks if task.fields["note"]]
+        """Return what the terminal shows: the bars, the note below them, and an empty line."""
+        if self.tasks:  # not yet while the base class is built
+            self._read_progress()
+        notes = [Text(self.note)] if self.note else []
         return self.make_tasks_table(self.tasks), *notes, ""
+
+    def _read_progress(self) -> None:
+        pace, left = self.pace, self.pace.seconds_left
+        self.update(
+            self._rounds,
+            completed=pace.finished_rounds,
+            left="" if left is None else str(timedelta(seconds=math.ceil(left))),
+        )
+        self.update(self._clients, total=pace.clients or None, completed=pace.trained)
+        is_slow = pace.all_steps > 0 and pace.client_seconds >= SLOW_CLIENT
+        self.update(self._steps, total=pace.all_steps or None, completed=pace.steps, visible=is_slow)
 
 
 def describe_progress(run: FederatedRun, has_config: bool) -> str:
@@ -160,3 +317,8 @@ def describe_end(run: FederatedRun, first_round: int) -> str:
         name, why = type(callback).__name__, callback.stop_reason
         reason = f"stopped after round {run.round} of {run.rounds} by {name}{why and f': {why}'}"
     return f"nothing to do: {reason}" if run.round == first_round else reason
+
+
+def describe_time(seconds: float) -> str:
+    """Return a message that says how long a run took."""
+    return f"it took {format_duration(seconds)}"

@@ -50,7 +50,12 @@ PACKAGES = (
     "fl_lightning.engines",
     "fl_lightning.callbacks",
 )
-LOW_SEARCH_RANK = "---\nsearch:\n  boost: 0.3\n---\n\n"  # a search lists the guide before these pages
+GROUPS = {  # of the packages in the navigation of the reference
+    "Experiments": ("", ".core", ".data", ".models", ".client", ".engines"),
+    "Methods": (".algorithms",),
+    "Results": (".evaluation", ".loggers", ".callbacks", ".runs", ".analysis", ".cli"),
+}
+LOW_SEARCH_RANK = 0.001  # a word in a title counts a thousand times as much as one in the text
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
@@ -83,9 +88,14 @@ class Options(griffe.Extension):
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the pages of the examples and of the reference to the navigation."""
+    groups: dict[str, list[dict[str, str]]] = {title: [] for title in GROUPS}
+    for name in PACKAGES:
+        top = f"{name}.".partition(".")[2].partition(".")[0]
+        title = next(title for title, tops in GROUPS.items() if f".{top}".rstrip(".") in tops)
+        groups[title].append({name.removeprefix("fl_lightning."): f"api/{name}.md"})
     pages = {
         "Examples": [{title_of(ROOT / source): target} for source, target in EXAMPLES.items()],
-        "Reference": ["api/index.md", *({name.removeprefix("fl_lightning."): f"api/{name}.md"} for name in PACKAGES)],
+        "Reference": ["api/index.md", *({title: packages} for title, packages in groups.items())],
     }
     for entry in config.nav or []:
         entry.update({title: pages[title] for title in entry if title in pages})
@@ -95,8 +105,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     contents = {target: (ROOT / source).read_text() for source, target in ROOT_PAGES.items()}
-    low_ranked = {target: file_page(ROOT / source) for source, target in EXAMPLES.items()} | reference()
-    contents |= {target: LOW_SEARCH_RANK + content for target, content in low_ranked.items()}
+    contents |= {target: file_page(ROOT / source) for source, target in EXAMPLES.items()} | reference()
     for target, content in contents.items():
         files.append(File.generated(config, target, content=content))
     return files
@@ -117,6 +126,16 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return posixpath.relpath(target, posixpath.dirname(here) or ".")
 
     return "".join(part if FENCE.match(part) else LINK.sub(rewrite_link, part) for part in FENCE.split(markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Give a page the words by which a search finds it, and a low rank if a search lists it last."""
+    terms, here = config.extra["search"], page.file.src_uri
+    if here in terms["words"]:
+        page.meta["tags"] = terms["words"][here]
+    if here.partition("/")[0].removesuffix(".md") in terms["last"]:
+        page.meta["search"] = {"boost": LOW_SEARCH_RANK}
+    return html
 
 
 def file_page(path: Path) -> str:

@@ -25,6 +25,7 @@ from fl_lightning.compression import Compressor
 from fl_lightning.core.arguments import ArgumentsMixin, describe
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.processor_time import processor_seconds
+from fl_lightning.core.round_progress import report_client, report_waiting
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Tasks, Worker
 from fl_lightning.engines.base import in_client_order
@@ -33,7 +34,7 @@ from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.loggers.base import Labels, RoundLogger
-from fl_lightning.loggers.collection import Loggers
+from fl_lightning.loggers.collection import MAX_LOGGED_CLIENTS, Loggers
 from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.models import Mixed, ModelFactory, NetworkFactory
 from fl_lightning.runs import dry_run
@@ -86,6 +87,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         adversary: Which clients attack, and how. None by default.
         compression: Compresses the clients' updates, such as `TopK`. By default, whole models are uploaded.
         download_compression: Compresses the weights that clients receive: `Float16` or `QSGD`.
+        max_logged_clients: Loggers get the metrics of each client if there are at most this many clients. With more,
+            they get the distribution of each metric over the clients. `clients.csv` has all of them.
 
     Attributes:
         is_dry_run: Whether `fit` makes a dry run.
@@ -127,6 +130,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         adversary: Adversary | None = None,
         compression: Compressor | None = None,
         download_compression: Compressor | None = None,
+        max_logged_clients: int = MAX_LOGGED_CLIENTS,
     ) -> None:
         refuse_misplaced(callbacks or [], training.client_callbacks or [])
         super().__init__(
@@ -150,10 +154,11 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         )
         self.on_client_failure = on_client_failure
         self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)
-        self.logger, self._log_clients, self._client_store = Loggers(logger), log_clients, client_store
+        self.logger = Loggers(logger, max_logged_clients)
+        self._log_clients, self._client_store = log_clients, client_store
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
         self._signals = RunSignals(lambda: describe_progress(self, self.record.has_config))
-        self.engine.check_interrupt = self._signals.check
+        self.engine.check_interrupt = self._while_waiting
         self.is_dry_run = False
 
     def _set_run_dir(self, run_dir: Path) -> None:
@@ -236,6 +241,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             self._notify("on_round_metrics", metrics)
             self.record.log(metrics)
             self._notify("on_round_end", metrics)
+            if self.is_over:
+                self.record.log_images()
             self.logger.end_round(self.csv.rows, self.evaluation.target_accuracies)
             if self.is_dry_run and not self.is_over:  # resume, as a killed run would
                 self.record.ensure_checkpoint()
@@ -283,13 +290,23 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 results.append(replace(result, upload=None, memory={}))
                 self.server.add(result)
 
+        in_order = in_client_order(participants, done)
+
+        def arrived(result: Result) -> None:
+            report_client()
+            in_order(result)
+
         if participants:
-            self.engine.run(self.worker, Tasks(participants, tasks), in_client_order(participants, done))
+            self.engine.run(self.worker, Tasks(participants, tasks), arrived)
         self.server.add_held_uploads()
         warn_of_dropped_uploads(round, self.server.dropped, self.data)
         uploads = len(results) - len(self.server.dropped)
         require_uploads(round, uploads, len(participants), self.min_clients)
         return results
+
+    def _while_waiting(self) -> None:
+        report_waiting()
+        self._signals.check()
 
     def _notify(self, moment: str, *args: Any) -> None:
         for callback in self.callbacks:

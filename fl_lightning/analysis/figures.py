@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -11,42 +12,34 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from fl_lightning.analysis.comparison import Comparison, across_values, compare
 from fl_lightning.analysis.run_groups import Group, group_labels, group_styles
 from fl_lightning.analysis.run_settings import compared_settings, varied_settings
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names, shorten_name
-from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve, scale
-from fl_lightning.runs.paper_figure import (
-    STEPS,
-    STYLE,
-    PaperFigure,
-    add_bubble_legend,
-    add_legend,
-    draw_curves,
-    draw_partition,
-    paper_figure,
-    pick,
-)
-from fl_lightning.runs.partition import MAX_COLUMNS, PartitionCounts, group_clients, read_counts
+from fl_lightning.runs.axis_labels import axis_label, evaluated_split
+from fl_lightning.runs.curves import Curve, XAxis, mean_curve, scale
+from fl_lightning.runs.figure_style import FONT_SIZE, figure_style, letter_width
+from fl_lightning.runs.paper_figure import PaperFigure, add_legend, draw_curves, draw_partitions, paper_figure, pick
+from fl_lightning.runs.partition import PartitionCounts, read_counts
 from fl_lightning.runs.reader import Run, known_metric, read_clients
 from fl_lightning.runs.styles import COLOURS, HATCHES, Style
 
 Kind = Literal["curves", "bars", "clients", "partition"]
 
-UNUSED: dict[Kind, set[str]] = {"curves": set(), "bars": {"x"}, "clients": {"x"}, "partition": {"x", "y", "percent"}}
+UNUSED: dict[Kind, set[str]] = {
+    "curves": set(),
+    "bars": {"x"},
+    "clients": {"x"},
+    "partition": {"x", "y", "percent", "y_limits"},
+}
 """The options that a kind of figure does not use."""
 
 MOST_POINTS = 1000
 """Maximum number of clients of a group that are drawn as points."""
-LARGEST_BUBBLE = 22
-"""Maximum diameter of the bubbles of a partition in points, so that they fit in the legend."""
 CLUSTER = 0.8
 """Width of a cluster of bars, as a share of the distance between the centres of two clusters."""
-LETTER = 0.075
-"""Width of a letter in inches."""
 
 
 class Panels(NamedTuple):
@@ -73,6 +66,9 @@ def plot_runs(
     across: str | None = None,
     percent: bool = False,
     width: float | str = "column",
+    font: str = "sans",
+    font_size: float = FONT_SIZE,
+    y_limits: Sequence[float] | None = None,
 ) -> PaperFigure:
     """Draw a figure for a paper that compares groups of runs. Runs of a group differ only in the seed.
 
@@ -87,7 +83,12 @@ def plot_runs(
         by: Settings to group by: keys, or ends of keys; by default all that differ, as in `compare`.
         across: A setting. Each of its values gets axes of its own, or a cluster of bars or boxes.
         percent: Multiply the metric by 100.
-        width: `column` or `text` of a two-column paper, or a number of inches.
+        width: The width of a venue's column or text, such as `neurips` or `ieee-column`, or a number of inches.
+            `column` and `text` are those of ICML.
+        font: `sans`, `serif` (similar to Times), or the name of an installed font.
+        font_size: Size of axis labels in points, such as the size of the paper's captions. Ticks and legends are one
+            point smaller.
+        y_limits: The lowest and the highest value of the y axis, as it is drawn. By default, they fit the values.
 
     Returns:
         The figure. `savefig` writes it with embedded fonts; `notes` has the lines for a caption.
@@ -97,7 +98,7 @@ def plot_runs(
     """
     if kind not in UNUSED:
         raise ConfigError(f"kind: {kind!r} is unknown. Use {', '.join(UNUSED)}.")
-    given = {"x": x != "round", "y": y is not None, "percent": percent}
+    given = {"x": x != "round", "y": y is not None, "percent": percent, "y_limits": y_limits is not None}
     if unused := [name for name in given if given[name] and name in UNUSED[kind]]:
         raise ConfigError(f"{unused[0]}: a figure of kind {kind} does not use it. Leave it out.")
     metric = y
@@ -109,14 +110,32 @@ def plot_runs(
         known_metric(y, runs, "y")
     found = compare(runs, by, metric, reference={}, across=across)
     panels = arrange(found)
-    with rc_context(STYLE):
+    with rc_context(figure_style(font, font_size)):
+        if kind == "partition":
+            return partition_figure(panels, width)
         if kind == "curves":
-            return curves_figure(found, panels, x, percent, width)
-        if kind == "bars":
-            return bars_figure(found, panels, percent, width)
-        if kind == "clients":
-            return clients_figure(found, panels, str(y), percent, width)
-        return partition_figure(panels, width)
+            figure = curves_figure(found, panels, x, percent, width)
+        elif kind == "bars":
+            figure = bars_figure(found, panels, percent, width)
+        else:
+            figure = clients_figure(found, panels, str(y), percent, width)
+        set_y_limits(figure, y_limits)
+        return figure
+
+
+def set_y_limits(figure: PaperFigure, limits: Sequence[float] | None) -> None:
+    """Set the limits of the y axes, if they are given.
+
+    Raises:
+        ConfigError: They are not two numbers, the lower one first.
+    """
+    if limits is None:
+        return
+    if len(limits) != 2 or not all(map(math.isfinite, limits)) or not limits[0] < limits[1]:
+        shown = " ".join(f"{limit:g}" for limit in limits)
+        raise ConfigError(f"y_limits: {shown} is no range. Give the lower and the higher end, such as 60 100.")
+    for axes in figure.axes:
+        axes.set_ylim(*limits)
 
 
 def arrange(found: Comparison) -> Panels:
@@ -167,7 +186,7 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     for axes, title in zip(places, panels.groups, strict=True):
         axes.set_title(shorten_name(title))
         if (place := axes.get_subplotspec()) and place.is_first_col():
-            axes.set_ylabel(axis_label(found.metric, percent))
+            axes.set_ylabel(y_label(found, found.metric, percent))
     if len(panels.styles) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
     cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
@@ -195,7 +214,7 @@ def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float |
             mean, std = scale(np.array([group.last.mean, std]), found.metric, percent)
             error = None if np.isnan(std) else std
             axes.bar(place, mean, size, yerr=error, capsize=2, error_kw={"elinewidth": 0.8}, **fill(panels, name))
-    axes.set_ylabel(axis_label(found.metric, percent))
+    axes.set_ylabel(y_label(found, found.metric, percent))
     add_cluster_legend(figure, panels)
     spread = any(group.last and group.last.std is not None for group in found.groups)
     over_seeds = "mean ± standard deviation over seeds (n - 1)" if spread else "one run per group"
@@ -229,7 +248,7 @@ def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, 
         points = shown[np.linspace(0, len(shown) - 1, min(len(shown), MOST_POINTS)).astype(int)]
         places = place + rng.uniform(-size / 4, size / 4, len(points))
         axes.scatter(places, points, s=3, color=look["facecolor"], linewidths=0, zorder=3)
-    axes.set_ylabel(axis_label(f"client/{name}", percent))
+    axes.set_ylabel(y_label(found, f"client/{name}", percent))
     add_cluster_legend(figure, panels)
     figure.notes = [
         f"{name} of the clients in the last evaluated round, over all seeds; whiskers: up to 1.5 times the box.",
@@ -259,28 +278,7 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
         ConfigError: The runs of a panel have several partitions, or a file cannot be read.
     """
     found = [_partition([run for group in panel.values() for run in group.runs]) for panel in panels.groups.values()]
-    counts = [each.counts for each in found]
-    classes = max(each.shape[1] for each in counts)
-    room = float(any(names.clients for _, names in found))  # inches for rotated names below the axes
-    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6 + room, 5))
-    extent = places[0].get_window_extent()
-    height = extent.height - room * figure.dpi
-    bubbles = [each for each in counts if len(each) <= MAX_COLUMNS]
-    cells = [min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi for each in bubbles]
-    area, most = min([*cells, LARGEST_BUBBLE]) ** 2, max((int(each.max()) for each in bubbles), default=0)
-    darkest = max((group_clients(each).max() for each in counts if len(each) > MAX_COLUMNS), default=0)
-    for axes, (each, names), title in zip(places, found, panels.groups, strict=True):
-        draw_partition(axes, each, area, names, most if len(each) <= MAX_COLUMNS else darkest)
-        for axis, named in ((axes.xaxis, names.clients and len(each) <= MAX_COLUMNS), (axes.yaxis, names.classes)):
-            if not named:
-                axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
-        axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
-        axes.label_outer()
-    if most:
-        add_bubble_legend(figure, most, area)
-    largest = ", ".join(f"{each.max():,}" for each in counts)
-    figure.notes = [f"training samples by client and class; the largest count is {largest}."]
-    return figure
+    return draw_partitions(dict(zip(panels.groups, found, strict=True)), width)
 
 
 def _partition(runs: Sequence[Run]) -> PartitionCounts:
@@ -315,6 +313,12 @@ def _one_partition(partitions: Mapping[Run, Any]) -> str:
 # --- Parts of figures ---
 
 
+def y_label(found: Comparison, metric: str, percent: bool) -> str:
+    """Return the label of the y axis. It says validation instead of test if all runs are evaluated on this split."""
+    splits = {evaluated_split(run.settings) for group in found.groups for run in group.runs}
+    return axis_label(metric, percent, splits.pop() if len(splits) == 1 else "test")
+
+
 def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, float, str, Group]]:
     """Arrange bars or boxes in clusters: yield the x position, width, label and group of each.
 
@@ -335,7 +339,7 @@ def clusters(axes: Axes, panels: Panels, width: float) -> Iterator[tuple[float, 
         bars = [(i, label, panel[label]) for i, label in enumerate(ticks)]
     yield from ((place, size, label, group) for place, label, group in bars)
     ticks = [shorten_name(tick) for tick in ticks]
-    crowded = sum(map(len, ticks)) * LETTER > width
+    crowded = sum(map(len, ticks)) * letter_width() > width
     axes.set_xticks(range(len(ticks)), ticks, rotation=30 if crowded else 0, ha="right" if crowded else "center")
     axes.grid(visible=False, axis="x")
     axes.margins(x=0.03)

@@ -9,7 +9,8 @@ from statistics import fmean
 from matplotlib import rc_context
 from matplotlib.ticker import MaxNLocator
 
-from fl_lightning.runs.paper_figure import STYLE, PaperFigure, paper_figure
+from fl_lightning.runs.figure_style import figure_style
+from fl_lightning.runs.paper_figure import PaperFigure, paper_figure
 from fl_lightning.runs.styles import COLOURS
 
 ROW = 0.16
@@ -42,11 +43,11 @@ def rank_figure(
     Args:
         ranks: The ranks of each method, one per scenario.
         before: If given, the ranks without tuning, drawn as hollow points.
-        width: `column` or `text` of a two-column paper, or a number of inches.
+        width: The width of a venue's column or text, such as `neurips`, or a number of inches.
     """
     means = {method: fmean(each) for method, each in ranks.items()}
     methods, scenarios = sorted(means, key=lambda method: -means[method]), len(next(iter(ranks.values())))
-    with rc_context(STYLE):
+    with rc_context(figure_style()):
         figure, [axes] = paper_figure(width, height=ROW * len(methods) + 0.8)
         rows = range(len(methods))
         if before:
@@ -63,7 +64,7 @@ def rank_figure(
         axes.set_yticks(rows, methods)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(0.5, len(methods) + 0.5)
-        axes.set_xlabel("mean rank")
+        axes.set_xlabel("Mean rank")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     figure.notes = notes
     return figure

@@ -19,7 +19,7 @@ from fl_lightning.analysis.run_settings import (
 from fl_lightning.analysis.statistics import Difference, Spread, paired_difference, percent, spread
 from fl_lightning.core.config import is_below
 from fl_lightning.core.names import join_names
-from fl_lightning.evaluation.summary import Row, best_and_last, rounds_to
+from fl_lightning.evaluation.summary import EPSILON, Row, best_and_last, rounds_to
 from fl_lightning.runs.reader import Run
 from fl_lightning.runs.styles import Style, method_styles
 
@@ -56,6 +56,7 @@ class Group:
         best: The metric in its best round.
         bytes: Communication cost, up and down; None if it was not recorded.
         reach: When each target was reached, by target.
+        epsilons: The largest of each epsilon that the rounds of a run have cost, by column of `metrics.csv`.
         reference: Whether other groups are compared with this one.
         difference: The difference from the group's reference; None without a reference or without a common seed.
     """
@@ -67,6 +68,7 @@ class Group:
     best: Spread | None
     bytes: Spread | None
     reach: dict[float, Reach]
+    epsilons: dict[str, float]
     reference: bool = False
     difference: Difference | None = None
 
@@ -125,6 +127,7 @@ def build_group(runs: list[Run], grouping: Grouping) -> Group:
         spread(figure["best"] for figure in figures),
         spread(count for count in (transferred_bytes(run.rounds) for run in runs) if count is not None),
         {target: _reach(runs, target, grouping, len(figures)) for target in grouping.targets},
+        largest_epsilons(run.rounds for run in runs),
     )
 
 
@@ -140,6 +143,15 @@ def transferred_bytes(rows: Sequence[Row]) -> float | None:
     """Return the communication cost of some rounds in bytes, uploads plus downloads; None if it was not recorded."""
     counted = [row[name] for row in rows for name in ("comm/up_bytes", "comm/down_bytes") if name in row]
     return sum(counted) if counted else None
+
+
+def largest_epsilons(runs: Iterable[Sequence[Row]]) -> dict[str, float]:
+    """Return the largest of each epsilon in the last rounds of some runs, by column; empty without private runs."""
+    found: dict[str, float] = {}
+    for name, value in (item for rows in runs for row in rows[-1:] for item in row.items()):
+        if EPSILON.fullmatch(name):
+            found[name] = max(value, found.get(name, 0.0))
+    return found
 
 
 def reference_difference(group: Group, base: Group | None, grouping: Grouping) -> Difference | None:

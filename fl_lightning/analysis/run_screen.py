@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_lightning.analysis.run_status import RunStatus
+from fl_lightning.core.durations import format_duration
 from fl_lightning.core.names import labels
 from fl_lightning.evaluation.summary import Row, best_and_last, is_lower_better
 
@@ -283,11 +284,3 @@ def points(rounds: Sequence[Row], name: str) -> list[Row]:
     Values above `LARGEST` in absolute value are left out.
     """
     return [row for row in rounds if abs(row.get(name, math.inf)) <= LARGEST]
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration rounded up: in seconds below a minute, in minutes below an hour, else in hours and minutes."""
-    minutes = math.ceil(seconds / 60)
-    if seconds <= 59:
-        return f"{math.ceil(seconds)} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

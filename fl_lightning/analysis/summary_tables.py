@@ -43,7 +43,7 @@ def summary_table(
         if name.startswith("R_"):
             table.add_row(f"{name} ({whose})", "not reached" if value is None else f"round {value}")
     for name, value in summary.items():
-        if name.startswith(EPSILON):
+        if EPSILON.fullmatch(name):
             table.add_row(label_of(name), f"{value:.4f}")
     table.add_section()
     table.add_row("bytes up", human_bytes(summary["comm/total_up_bytes"]))

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 SERVER_KEYS = (
     *("rounds", "clients_per_round", "client_sampler", "adversary", "round_lr_scheduler", "engine", "client_store"),
-    *("on_client_failure", "min_clients", "logger", "log_clients", "callbacks", "baselines"),
+    *("on_client_failure", "min_clients", "logger", "log_clients", "max_logged_clients", "callbacks"),
+    "baselines",
 )
 """Keys of an experiment that only concern the server. Clients' machines do not get them."""
 

@@ -32,7 +32,7 @@ HEADINGS = {
     "execution": ("engine", "compile", "channels_last", "on_client_failure", "min_clients"),
     "evaluation": ("evaluation.",),
     "run folder and checkpoints": ("run_dir", "resume", "trust", "client_store"),
-    "loggers and callbacks": ("logger", "log_clients", "callbacks", "print_config"),
+    "loggers and callbacks": ("logger", "log_clients", "max_logged_clients", "callbacks", "print_config"),
     "several runs": ("seeds", "multirun", "workers", "threads", "out", "reference", "percent", "format"),
 }
 """The keys of an experiment by topic. A key that ends with a dot stands for all keys below it."""

@@ -11,17 +11,18 @@ import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from types import FrameType
 from typing import Any
 
 from fl_lightning import __version__
-from fl_lightning.cli.commands import COMMANDS
+from fl_lightning.cli.commands import COMMANDS, NEED_TORCH
 from fl_lightning.cli.quick_exit import skip_final_collection
-from fl_lightning.core.errors import ConfigError, FLError, locate_user_code, one_line
+from fl_lightning.core.errors import ConfigError, FLError, Interrupted, locate_user_code, one_line
 from fl_lightning.core.interrupt import Stopped, end_on_interrupt, raise_on_signal
 from fl_lightning.core.lazy_import import load
-from fl_lightning.core.terminal import discard_stdout, echo, prepare_terminal, print_to_stderr
+from fl_lightning.core.terminal import discard_stdout, echo, prepare_terminal, print_to_stderr, show_status
 
 FREE = "Free disk space or raise the limit, then run the same command again."
 OS_ERRORS = {
@@ -90,12 +91,12 @@ def main(args: Sequence[str] | None = None) -> int:
                 raise
             traceback.print_exception(error)  # raising a SystemExit would exit with its own code
         if message:
-            print_to_stderr(f"error: {_brief(message)}")
+            print_to_stderr(_brief(message) if _is_stop(ended) else f"error: {_brief(message)}")
         return code
 
 
 def describe_error(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and message for an error that ended a command; no message for a signal or closed pipe."""
+    """Return the exit code and message for an error that ended a command; no message for a closed pipe."""
     if isinstance(error, FLError):
         cause = error.__cause__ if isinstance(error, ConfigError) and not isinstance(error.__cause__, FLError) else None
         place = locate_user_code(cause) if cause else getattr(error, "place", "")
@@ -105,7 +106,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
         return code, one_line(f"{error.filename}: {error.strerror}. {fix}")
     chain = list(_chain(error))
     if stopped := [each for each in chain if isinstance(each, Stopped)]:
-        return 128 + stopped[0].number, ""
+        return 128 + stopped[0].number, f"stopped by {signal.Signals(stopped[0].number).name}"
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # such as by `| head`
         return 128 + signal.SIGPIPE, ""
     if isinstance(error, Exception):
@@ -114,6 +115,11 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     frame, line = _raised_in(first)
     where = f"{frame.f_code.co_filename}, line {line} ({frame.f_code.co_name})"
     return 1, f"{one_line(repr(first))} was raised in {where} before the command had finished"
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Return whether a signal, such as that of Ctrl-C, ended a command. The user wanted that, so it is no error."""
+    return isinstance(error, Interrupted) or any(isinstance(each, Stopped) for each in _chain(error))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -159,8 +165,9 @@ def _dispatch(words: list[str], own_process: bool) -> int:
     line = load("fl_lightning.cli.command_line").read_command_line(name, words)
     if name != "multirun":  # it checks the names of each of its runs
         load("fl_lightning.cli.unknown_names").check_names(name, line)
-    command = load(f"fl_lightning.cli.commands.{name}")
-    parser = load("fl_lightning.cli.options").command_parser(name)
+    with show_status("loading PyTorch ...") if own_process and name in NEED_TORCH else nullcontext():
+        command = load(f"fl_lightning.cli.commands.{name}")
+        parser = load("fl_lightning.cli.options").command_parser(name)
     parser.prog = f"fl-lightning {name}"
     readable_errors = load("fl_lightning.cli.errors").readable_errors
     with readable_errors(parser, line):

@@ -58,7 +58,13 @@ TEST_SET = "Evaluate on the test samples, also in a run with scenario.validation
 FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
 FIGURE_KIND = "Curves, bars of the last values, distributions over clients, or bubbles of the partition."
 FIGURE_METRIC = "The metric, as in compare; for clients a column of clients.csv, by default acc."
-FIGURE_WIDTH = "Width of a column (3.25 inches), of the text (6.75 inches), or a number of inches."
+CITED = "Methods, datasets and other classes, or folders of runs; fl-lightning itself by default."
+FIGURE_WIDTH = "Width of a venue's column or text, or a number of inches. column and text are those of ICML."
+FIGURE_WIDTHS = Literal[
+    "column", "text", "neurips", "icml-column", "icml-text", "ieee-column", "ieee-text", "nature-column", "nature-text"
+]
+FIGURE_FONT = "sans, serif (similar to Times), or the name of an installed font."
+FONT_SIZE = "Size of axis labels in points; ticks and legends are one point smaller."
 EXPORT_FILE = (
     "The file to write. Its ending is the format: .pt (state dict), .onnx (ONNX), .ts (TorchScript) or .ckpt "
     "(Lightning checkpoint)."
@@ -134,7 +140,10 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--across": value(str | None, "The setting whose values get axes, or clusters, of their own.", metavar="KEY"),
         "--unfinished": UNFINISHED,
         "--percent": PERCENT,
-        "--width": value(float | Literal["column", "text"], FIGURE_WIDTH, default="column"),
+        "--y_limits": value(float, "Ends of the y axis, as drawn, such as 60 100.", nargs=2, metavar=("LOW", "HIGH")),
+        "--width": value(float | FIGURE_WIDTHS, FIGURE_WIDTH, default="column"),
+        "--font": value(str, FIGURE_FONT, default="sans"),
+        "--font_size": value(float, FONT_SIZE, default=8),
     },
     "report": {
         "runs": RUNS,
@@ -187,6 +196,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "name": value(str, "Name of the project's folder and module, such as my_method.", metavar="NAME"),
         "--data": value(Literal["images", "table", "text"], "The kind of data of the config.", default="images"),
     },
+    "cite": {"names": value(str, CITED, nargs="*", metavar="NAME")},
     "list": {"kind": value(str, " | ".join(KINDS), nargs="?")},
     "completion": {
         "shell": value(Literal["bash", "zsh"], SHELL),

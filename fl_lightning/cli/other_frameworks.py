@@ -26,6 +26,7 @@ COMMANDS = by_alias(
         "compare": "diff",
         "partition": "split",
         "sweep": "tune search agent",
+        "cite": "bibtex citation references",
         "list": "ls",
         "list models": "models",
         "list datasets": "datasets",

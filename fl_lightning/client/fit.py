@@ -19,6 +19,7 @@ from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import step_function
 from fl_lightning.core.inputs import Inputs
+from fl_lightning.core.round_progress import report_steps
 from fl_lightning.data.loaders import Batches, PoissonBatches, send
 
 CLIENT_OPTIONS = {
@@ -76,6 +77,7 @@ def fit(
                 x = prepare(x) if len(y) else x  # nothing to prepare in an empty Poisson batch
                 take_step(partial(compute, module, optimizer, (x, y), number, options))
                 own.global_step += 1
+                report_steps(own.global_step, work.steps)
                 for schedule in schedules:
                     module.step_schedule(schedule, "step")
                 if trainer.received_sigterm:

@@ -14,6 +14,7 @@ FREE_KEYS = {
     "client_store",
     "logger",
     "log_clients",
+    "max_logged_clients",
     "callbacks",
     "run_dir",
     "scenario.dataset.data_dir",

@@ -1,4 +1,4 @@
-"""The papers that methods, datasets and other classes come from, read from `references.bib`. Does not import torch."""
+"""The papers that methods, datasets and other parts come from, read from `references.bib`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Reference:
         key: Its BibTeX key, such as `li2020federated`.
         kind: `article`, `inproceedings` or `misc`.
         fields: Its fields as they are in the file, by name, without `keywords`.
-        classes: Names of the classes that it is a source of: the entry's `keywords`.
+        names: What it is a source of: names of classes, and of keys such as `dp_sgd`. The entry's `keywords`.
     """
 
     key: str
     kind: str
     fields: dict[str, str]
-    classes: tuple[str, ...]
+    names: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -74,24 +74,24 @@ def all_references() -> tuple[Reference, ...]:
 
 
 def read_references() -> dict[str, Reference]:
-    """Return the main source of each class, by the class's name. Classes without a paper are left out.
+    """Return the main source of each class or key by its name. Those without a paper are left out.
 
     Example:
         >>> one = read_references()["FedProx"]
         >>> one.authors[0], one.year, one.venue
         ('Tian Li', 2020, 'Conference on Machine Learning and Systems (MLSys)')
     """
-    return {name: one for one in reversed(all_references()) for name in one.classes}
+    return {name: one for one in reversed(all_references()) for name in one.names}
 
 
 def sources(name: str) -> list[Reference]:
-    """Return all sources of a class, the main one first; an empty list for a class without a paper.
+    """Return all sources of a class or key, the main one first; an empty list if it has no paper.
 
     Example:
         >>> [one.key for one in sources("FedDistill")]
         ['jeong2018communication', 'seo2020federated']
     """
-    return [one for one in all_references() if name in one.classes]
+    return [one for one in all_references() if name in one.names]
 
 
 def parse_references(lines: Iterable[str]) -> list[Reference]:

@@ -101,6 +101,7 @@ class Result:
         on_global: Metrics on the global test set, if requested.
         failure: The error, if the task failed.
         untrained: Whether the evaluated model contains initial weights because the client has not trained yet.
+        attack_success: Share of the predictions that attackers want which the evaluated model makes, if asked for.
     """
 
     client: int
@@ -113,6 +114,7 @@ class Result:
     on_global: Score | None = None
     failure: ClientFailure | None = None
     untrained: bool = False
+    attack_success: float | None = None
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from io import TextIOWrapper
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import TextIO
 
 
 def prepare_terminal() -> str | None:
@@ -49,6 +54,39 @@ def _replacement(char: str) -> str:
     return " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
 
 
+def wrap_words(text: str, width: int) -> str:
+    """Return a text with its lines broken between words. A longer word, such as a path, stays whole, to be copied."""
+    wrap = partial(fill, width=width, break_long_words=False, break_on_hyphens=False, drop_whitespace=True)
+    return "\n".join(map(wrap, text.split("\n")))
+
+
+def fit_to_terminal(text: str, stream: TextIO) -> str:
+    """Return a text with its lines broken between words if a stream is a terminal, else the text as it is."""
+    try:
+        return wrap_words(text, get_terminal_size().columns) if stream.isatty() else text
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return text
+
+
+@contextmanager
+def show_status(text: str) -> Iterator[None]:
+    """Context in which a terminal shows a status on stderr, which disappears at the end. Files and pipes have none.
+
+    The cursor stays at the start of the line, so anything else that is printed replaces the status. A terminal with
+    `TERM=dumb`, which cannot erase it, keeps the status as a line.
+    """
+    shown = sys.stderr is not None and sys.stderr.isatty()
+    erases = os.environ.get("TERM") not in (None, "", "dumb")
+    if shown:
+        echo(text, end="\r" if erases else "\n", to_stderr=True)
+    try:
+        yield
+    finally:
+        if shown and erases:
+            with suppress(OSError, ValueError):
+                print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases to the end of the line
+
+
 def echo(text: str, end: str = "\n", to_stderr: bool = False) -> None:
     """Print a text without control characters. Commands print only with this function and with a `SafeConsole`.
 
@@ -70,7 +108,7 @@ def echo(text: str, end: str = "\n", to_stderr: bool = False) -> None:
 
 def print_to_stderr(line: str) -> None:
     """Print a line of the command itself, such as an error, to stderr."""
-    echo(f"fl-lightning: {line}", to_stderr=True)
+    echo(fit_to_terminal(f"fl-lightning: {line}", sys.stderr), to_stderr=True)
 
 
 def discard_stdout() -> None:

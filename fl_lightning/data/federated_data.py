@@ -90,6 +90,7 @@ class FederatedData:
         objective: The learning task.
         held_out: One shard per client that is held out of the training. Its client index is the position in the shards
             of all clients, those that train first.
+        wanted_predictions: Test samples, and for each the class that attackers want; None if they have no such goal.
 
     Attributes:
         is_remote: Whether the samples are on the clients' machines and those here are placeholders.
@@ -100,6 +101,7 @@ class FederatedData:
     client_ids: Sequence[int | str] | None = None
     objective: Objective = field(default_factory=Classification)
     held_out: Sequence[Shard] = ()
+    wanted_predictions: tuple[Samples, Tensor] | None = None
     is_remote: ClassVar[bool] = False
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fl_lightning.core.task import Result, Tasks
+from fl_lightning.engines.data_source import DataSource
 from fl_lightning.engines.worker import Worker
 
 Done = Callable[[Result], object]
@@ -22,12 +23,14 @@ class Engine(ABC):
     Attributes:
         fits: Number of fits in the run, if known.
         note: A message for the user, or an empty string.
+        data_source: Loads the run's dataset on another machine. The orchestrator sets it.
         check_interrupt: Raises an error if SIGINT or SIGTERM has arrived. The orchestrator sets it, and an engine that
             waits for other machines calls it.
     """
 
     fits: int = 0
     note: str = ""
+    data_source: DataSource | None = None
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     @abstractmethod

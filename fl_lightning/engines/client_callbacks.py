@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, blame, one_line
+from fl_lightning.core.round_progress import report_steps
 from fl_lightning.core.spelling import suggest
 
 INSTEAD = {
@@ -98,6 +99,21 @@ def callback_options(given: Sequence[Callback]) -> dict[str, Any]:
     if not given:
         return {}
     return {"callbacks": copy.deepcopy(list(given)), "logger": MetricRecorder(), "log_every_n_steps": 1}
+
+
+class StepReports(Callback):
+    """Reports each training step of a client's own `Trainer.fit`, as the local loop does.
+
+    Args:
+        steps: Number of training steps of the fit.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Report a training step."""
+        report_steps(min(trainer.global_step, self.steps), self.steps)
 
 
 class MetricRecorder(Logger):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
-from fl_lightning.data.lazy import Samples
 from fl_lightning.engines.base import Done, Engine, in_client_order
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
-from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, evaluate, measured
+from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.models.mixed import networks_of
@@ -185,7 +185,7 @@ class Evaluator:
     def _measure(
         self,
         round: int,
-        clients: Iterable[Result],
+        clients: Sequence[Result],
         on_global: Sequence[Score] = (),
         trained: Sequence[Score] = (),
     ) -> RoundMetrics:
@@ -200,20 +200,15 @@ class Evaluator:
         if shared and isinstance(self.server.algorithm, Calibrates):
             plain = self._score(self.worker.modules.build_shared(self.server.state["model"]))
             row |= {f"global/uncalibrated_{name}": value for name, value in plain.values.items() if name != "loss"}
-        if module and self.wanted_predictions:
-            row["attack/success_rate"] = self._success_rate(module, *self.wanted_predictions)
+        rates = [self._success_rate(module)] if module else [result.attack_success for result in clients]
+        if known := [rate for rate in rates if rate is not None]:
+            row["attack/success_rate"] = fmean(known)
         return row
 
-    @cached_property
-    def wanted_predictions(self) -> tuple[Samples, Tensor] | None:
-        """Test samples, and the class that attackers want for each; None if they have no such goal."""
-        adversary = self.server.adversary
-        return adversary.wanted_predictions(self.worker.data.data) if adversary.attackers else None
-
-    def _success_rate(self, module: ClientModule, x: Samples, wanted: Tensor) -> float:
-        """Return the share of samples that a module classifies as the attackers want."""
+    def _success_rate(self, module: ClientModule) -> float | None:
+        """Return the share of predictions of the global model that attackers want; None if they have no such goal."""
         with inference(module, self.worker.idle_trainer):
-            return evaluate(module, self.worker.client_data.prepared_batches(x, wanted)).values["acc"]
+            return self.worker.scorer.success_rate(module)
 
     def _architecture_means(self, scores: Mapping[int, Score]) -> Row:
         """Return the mean metrics of the clients with each architecture; empty if all have the same network."""
@@ -372,12 +367,14 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
             if not is_per_sample(module, x[:SAMPLES]):
                 return []
             scores = worker.scorer.local_scores(module, clients)
+            success = worker.attack_success(module)
     except BaseException as error:  # separate tasks will show which client fails
         if is_interrupt(error):
             raise
         return []
     nbytes, untrained = task.download.nbytes, worker.algorithm.is_untrained(module, {})
-    return [Result(k, nbytes, local=score, untrained=untrained) for k, score in zip(clients, scores, strict=True)]
+    same = {"untrained": untrained, "attack_success": success}
+    return [Result(k, nbytes, local=score, **same) for k, score in zip(clients, scores, strict=True)]
 
 
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.engines import Engine, EngineName, Worker, engine_of
 from fl_lightning.engines.compression_checks import check_compression
+from fl_lightning.engines.data_source import DataSource
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.exchange import check_exchange
 from fl_lightning.engines.private_noise import with_noise
@@ -100,11 +101,15 @@ class Experiment:
         `test_set` is that of `Scenario.build`.
         """
         data = self.scenario.build(self.seed, test_set=True) if test_set else self.scenario.build(self.seed)
+        self.engine.data_source = DataSource(self.scenario, self.seed, test_set)
         self._set_clients(len(data.shards))
         self.adversary.start(self.clients, self.seed)
         if data.is_remote and self.adversary.attackers:
             raise ConfigError("adversary: attacks are simulated, but clients train on their own machines. Remove it.")
-        return self.adversary.poison(data)
+        data = self.adversary.poison(data)
+        if self.adversary.attackers:
+            data = replace(data, wanted_predictions=self.adversary.wanted_predictions(data.data))
+        return data
 
     def _set_up(self, worker: Worker) -> None:
         """Check the `Worker` (model, data, options), and build the server and the evaluator. Nothing is trained yet."""

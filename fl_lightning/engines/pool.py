@@ -15,7 +15,7 @@ from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.engines.base import Done, Engine
-from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore
+from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
 from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
 
@@ -186,7 +186,7 @@ class PoolEngine(Engine):
         for pool_worker in [pool_worker for pool_worker in self.pool_workers if pool_worker.tasks]:
             self._remove(pool_worker)
         if worker is not self._loaded:
-            self._handle, self._loaded = self._new_storage()(serialize_worker(worker)), worker
+            self._handle, self._loaded = self._store_experiment(worker), worker
             for pool_worker in self.pool_workers:
                 pool_worker.ready = False
                 pool_worker.send(self._handle)
@@ -201,6 +201,10 @@ class PoolEngine(Engine):
         while not (answering := self._wait(POLL)):
             self.check_interrupt()
         return answering
+
+    def _store_experiment(self, worker: Worker) -> Any:
+        """Store the run's experiment (`Worker`) where all workers can read it, and return its handle."""
+        return self._new_storage()(serialize_worker(worker))
 
     def start_workers(self, number: int) -> None:
         """Start workers until there are `number`, and send each the run's experiment (`Worker`)."""
@@ -289,14 +293,18 @@ def runs_script() -> bool:
     return file is not None and Path(file).stem != "fl-lightning" and not (spec and spec.parent == "fl_lightning")
 
 
-def serialize_worker(worker: Worker) -> SerializedValue:
+def serialize_worker(worker: Worker, left_out: SharedPositions | None = None) -> SerializedValue:
     """Serialize an experiment (`Worker`: model, data and options), with this process's torch and warning settings.
+
+    Args:
+        worker: The experiment.
+        left_out: The positions of objects that are stored elsewhere.
 
     Raises:
         ConfigError: The object cannot be pickled.
     """
     try:
-        return SerializedValue((worker, process_settings()))
+        return SerializedValue((worker, process_settings()), left_out)
     except Exception as error:  # __reduce__ may raise anything
         raise ConfigError(
             f"engine: the experiment cannot be sent to another process: {one_line(error)}; "

@@ -47,6 +47,11 @@ class Scorer:
         own, batches = self.data.evaluate, self.clients.test_batches()
         return own(module, batches) if own else evaluate(module, batches, self.objective, self.measures)
 
+    def success_rate(self, module: ClientModule) -> float | None:
+        """Return the share of `wanted_predictions` that a module makes; None if attackers want none."""
+        wanted = self.clients.data.wanted_predictions
+        return wanted and evaluate(module, self.clients.prepared_batches(*wanted)).values["acc"]
+
     def local_scores(self, module: ClientModule, clients: Sequence[int]) -> list[Score | None]:
         """Return one module's metrics on the test split of each of these clients; None for an empty split."""
         tests = [self.clients.data.shard(client).test for client in clients]

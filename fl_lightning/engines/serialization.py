@@ -13,7 +13,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -33,7 +33,7 @@ class SerializedValue:
 
     Args:
         value: Anything that can be pickled. Strides of CPU tensors, and tensors that occur several times, are kept.
-        store: The store that may contain some of the tensors.
+        store: The store that may contain some of the value's tensors or other objects.
 
     Attributes:
         parts: The pickle, then the elements of each tensor and array, all `uint8`.
@@ -43,7 +43,7 @@ class SerializedValue:
         Exception: Part of the value cannot be pickled. Pickle raises many types of errors.
     """
 
-    def __init__(self, value: Any, store: SharedTensorStore | None = None) -> None:
+    def __init__(self, value: Any, store: SharedPositions | None = None) -> None:
         file, tensors = io.BytesIO(), []
         pickler = _Pickler(file, protocol=5, buffer_callback=lambda part: tensors.append(np.frombuffer(part, np.uint8)))
         pickler.store, self.blocks = store, pickler.blocks
@@ -79,7 +79,7 @@ def deserialize(parts: Sequence[np.ndarray], block: Block | None = None, copy: b
 class _Pickler(pickle.Pickler):
     """A pickler that keeps the elements of CPU tensors outside of the pickle, to avoid the copies that torch makes."""
 
-    store: SharedTensorStore | None
+    store: SharedPositions | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -118,6 +118,13 @@ class SharedPosition(NamedTuple):
 
     block: int
     item: int
+
+
+class SharedPositions(Protocol):
+    """Objects that are stored apart from the values that contain them."""
+
+    positions: dict[int, SharedPosition]
+    """The position of each object in the store, by the object's `id`."""
 
 
 class SharedTensorStore:

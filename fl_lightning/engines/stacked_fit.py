@@ -23,6 +23,7 @@ from fl_lightning.client.schedules import OptionTable, WarmupCosine
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32
+from fl_lightning.core.round_progress import report_steps
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import stack
 from fl_lightning.core.task import Task, failed_result, is_interrupt
@@ -169,12 +170,15 @@ class StackedFit:
         """
         if not self.clients:
             return
+        done, total = 0, sum(client.work.steps for client in self.clients)
         with own_settings():
             self._prepare()
             for epoch in range(self.epochs):
                 self._begin_epoch(epoch)
                 for batch in self._batches():
                     self._step(batch)
+                    done += len(batch.rows)
+                    report_steps(done, total, len(self.clients))
                     if self.trainer.received_sigterm:
                         raise SIGTERMException
                 self._end_epoch()

@@ -28,10 +28,12 @@ class Request:
     Args:
         parts: The serialized task, or the `Worker` object and the settings of the main process.
         block: Reads a block of the tensors that tasks share; None for an experiment (`Worker`).
+        data: Reads the dataset of an experiment (`Worker`) that was serialized without it.
     """
 
     parts: Sequence[np.ndarray]
     block: Block | None
+    data: Block | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class TaskServer:
 
     def _load(self, request: Request) -> Answer:
         try:
-            worker, settings = deserialize(request.parts)
+            worker, settings = deserialize(request.parts, request.data)
             for apply, value in settings:
                 apply(value)
             training = replace(worker.training, trainer=worker.training.trainer | self.trainer)

@@ -82,7 +82,7 @@ from fl_lightning.engines.checks import (
     warn_of_eval_mode,
     warn_of_unused_optimizer,
 )
-from fl_lightning.engines.client_callbacks import check_client_callbacks, logged_metrics, set_up_callbacks
+from fl_lightning.engines.client_callbacks import StepReports, check_client_callbacks, logged_metrics, set_up_callbacks
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
 from fl_lightning.engines.dp_sgd_checks import check_dp_sgd, check_dp_sgd_options
@@ -503,6 +503,7 @@ class Worker:
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
         trainer = quiet_trainer(self.training.trainer, self.shown, callbacks)
+        trainer.callbacks.append(StepReports(LocalWork.under(trainer, len(batches)).steps))  # type: ignore[attr-defined]
         with quiet_lightning(self.shown):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))
         if self.client_callbacks and not module.train_losses():
@@ -529,7 +530,7 @@ class Worker:
         samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         private = self.training.dp_sgd is not None
         training_batches: Any = HiddenSamples() if private else self.client_data.training_batches(task.client)
-        upload, memory, local, on_global = None, task.memory, None, None
+        upload, memory, local, on_global, success = None, task.memory, None, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
         runs_module = task.evaluates or module.knowledge or not self.algorithm.plain_exchange
         if (runs_module or self.compression) and task.fit:
@@ -548,12 +549,17 @@ class Worker:
                 self.algorithm.personalize(module, training_batches)
             if task.evaluate:
                 (local,) = self.scorer.local_scores(module, [task.client])
+                success = self.attack_success(module)
             if task.evaluate_globally:
                 on_global = self.scorer.score(module)
         result = Result(task.client, task.download.nbytes, upload, memory, {}, logged or {}, local, on_global)
-        result = replace(result, untrained=untrained)
+        result = replace(result, untrained=untrained, attack_success=success)
         sends_losses = task.fit and not (private and self.own_machine)
         return unread_result(task, result, module.loss_record if sends_losses else None)
+
+    def attack_success(self, module: ClientModule) -> float | None:
+        """Return the success rate of an attack on a client's model; None without an attack or with a global model."""
+        return None if self.algorithm.one_model else self.scorer.success_rate(module)
 
 
 def on_cpu(memory: State) -> State:

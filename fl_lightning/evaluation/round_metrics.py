@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 class RoundMetrics(dict[str, float]):
@@ -39,16 +39,11 @@ class RoundMetrics(dict[str, float]):
                 self.clients[client] |= own
         return self
 
-    def flat(self, labels: Sequence[str] = ()) -> dict[str, float]:
-        """Return all metrics in one dict, for loggers and the option `monitor`. Those of clients follow.
-
-        Args:
-            labels: Labels of the clients in the names of their metrics. By default their ids, as in `client_3/acc`.
-        """
+    def flat(self) -> dict[str, float]:
+        """Return all metrics in one dict, for the option `monitor`. Those of clients follow, as `client_3/acc`."""
         flat = dict(self)
         for client, own in self.clients.items():
-            label = labels[client] if client < len(labels) else client
-            flat |= {client_key(label, name): value for name, value in own.items()}
+            flat |= {client_key(client, name): value for name, value in own.items()}
         return flat
 
 

@@ -32,8 +32,8 @@ MODELS = re.compile(
     r"|global/(.+)|personal_on_global/(.+)_mean|architecture/[^/]+/(.+)_mean"
 )
 
-EPSILON = "privacy/epsilon"
-"""Beginning of the names of columns with the privacy that the rounds so far have cost."""
+EPSILON = re.compile(r"privacy/(record_)?epsilon(_prv)?")
+"""Matches columns with the privacy that the rounds so far have cost, of clients and of records."""
 
 LOSSES = ("global/loss", "client/loss_mean", "trained_client/loss_mean", "new_client/loss_mean", "client/train_loss")
 
@@ -129,7 +129,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     """Return the summary of a run: best and latest values of each metric, rounds to target accuracies, and total bytes.
 
     R_acc is the first round that reaches a target accuracy: of the global model or, without one, of the clients' mean.
-    If the last round has columns `privacy/epsilon...`, the summary has them, too.
+    The summary also has the privacy that the rounds have cost (`privacy/epsilon`), if the last one has it.
     """
     summary: dict[str, float | int | None] = {"rounds": int(rows[-1]["round"]) if rows else 0}
     architectures = architectures_of(rows)
@@ -141,7 +141,7 @@ def summarize(rows: Sequence[Row], targets: Sequence[float]) -> dict[str, float 
     judged = "global/acc" if any("global/acc" in row for row in rows) else "client/acc_mean"
     for target in targets if "acc" in model_metrics(rows) or not model_metrics(rows) else ():
         summary[f"R_{target:g}"] = rounds_to(rows, target, judged)
-    summary |= {name: value for name, value in (rows[-1] if rows else {}).items() if name.startswith(EPSILON)}
+    summary |= {name: value for name, value in (rows[-1] if rows else {}).items() if EPSILON.fullmatch(name)}
     for way in ("up", "down"):
         summary[f"comm/total_{way}_bytes"] = int(sum(row.get(f"comm/{way}_bytes", 0) for row in rows))
     return summary

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any, Literal
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
-from fl_lightning.core.errors import ConfigError, blame
+from fl_lightning.core.errors import ConfigError, blame, check_number
 from fl_lightning.core.names import Names
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row, lowest_losses, summarize
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
+from fl_lightning.loggers.client_metrics import client_distributions, client_labels, client_series
 
-_REFUSED = re.compile(r"[^\w.-]+")  # characters that a logger may refuse in a key
+MAX_LOGGED_CLIENTS = 20
+"""Default for the largest number of clients with one series each in loggers. More are logged as distributions."""
 
 FEW_CLIENTS = 1000
 """Maximum number of clients for which each client's metrics, and the partition in W&B, are logged by default."""
@@ -41,12 +42,16 @@ class Loggers:
 
     Args:
         given: A logger, a list of loggers, or False or None for none.
+        max_clients: The largest number of clients whose metrics are logged one by one. With more clients, loggers get
+            the distribution of each metric over the clients.
 
     Raises:
-        ConfigError: An element is not a logger, or two would write to the same place.
+        ConfigError: An element is not a logger, two would write to the same place, or `max_clients` is below 0.
     """
 
-    def __init__(self, given: Logger | Sequence[Logger] | Literal[False] | None) -> None:
+    def __init__(
+        self, given: Logger | Sequence[Logger] | Literal[False] | None, max_clients: int = MAX_LOGGED_CLIENTS
+    ) -> None:
         self._all: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         if given is None or given is False:
             self._all = []
@@ -55,8 +60,9 @@ class Loggers:
                 raise ConfigError(f"logger: {one!r} is not a Lightning logger. Give one, a list of them, or false.")
             if isinstance(one, RoundLogger) and type(one) in map(type, self._all[:n]):
                 raise ConfigError(f"logger: {type(one).__name__} is listed twice. List it once.")
+        check_number("max_logged_clients", max_clients, "[0, inf)")
         self._begun: list[Logger] = []
-        self._labels: Sequence[str] = ()
+        self._max_clients, self._labels = max_clients, client_labels(0)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -105,7 +111,7 @@ class Loggers:
         """
         shown = counts.tolist() if len(counts) <= FEW_CLIENTS else None
         beginning = Beginning(run_dir, config or {}, labels, round, shown, names)
-        self._labels = [f"{client}_{_REFUSED.sub('_', name)}" for client, name in enumerate(names.clients)]
+        self._labels = client_labels(len(counts), names.clients)
         try:
             with blame("logger"):
                 for one in self._all:
@@ -119,17 +125,25 @@ class Loggers:
             raise
 
     def log_round(self, metrics: RoundMetrics) -> None:
-        """Log the metrics of a round in all loggers: those of a client as `client_3/acc`.
+        """Log the metrics of a round in all loggers: those of single clients as `client_acc/03`.
 
-        If clients have names, the key of a client's metric includes the client's name: `client_3_north/acc`.
+        If clients have names, the key of a client's metric includes the client's name: `client_acc/3_north`. Of many
+        clients, the distribution of each metric is logged, as `client_acc/median`.
         """
-        flat = metrics.flat(self._labels)
-        self.log_metrics(flat, step=int(flat.pop("round")))
+        shared = {name: value for name, value in metrics.items() if name != "round"}
+        many = len(self._labels) > self._max_clients
+        own = client_distributions(metrics.clients) if many else client_series(metrics.clients, self._labels)
+        self.log_metrics(shared | own, step=int(metrics["round"]))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics of round `step` by name in all loggers."""
         for one in self._all:
             one.log_metrics(dict(metrics), step)
+
+    @property
+    def take_images(self) -> bool:
+        """Whether a logger supports images."""
+        return any(hasattr(one, "log_image") for one in self._all)
 
     def log_image(self, key: str, images: Sequence[str], **options: Any) -> None:
         """Log image files in all loggers that support images."""

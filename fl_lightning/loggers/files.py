@@ -19,6 +19,7 @@ from matplotlib.image import imread
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import open_file, read_file, write_atomically
 from fl_lightning.core.trusted_imports import require_trust
+from fl_lightning.evaluation.summary import main_metrics
 from fl_lightning.loggers.base import Beginning, RoundLogger
 
 TRACKING = "MLFLOW_TRACKING_URI"
@@ -109,7 +110,8 @@ def _truncate_csv(path: Path, round: int) -> None:
 class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
     """Log to TensorBoard, a step per round, by default in `tensorboard/` in the run folder.
 
-    Open it with `tensorboard --logdir runs`.
+    Open it with `tensorboard --logdir runs`. Its table of hyperparameters shows the run's main metrics, such as
+    `global/acc`, unless there is a prefix. Lightning's placeholder `hp_metric` is not logged.
 
     Args:
         save_dir: Another folder, in which Lightning creates `<name>/version_<n>` each time `fit` starts or resumes.
@@ -117,7 +119,6 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         version: Version of the subfolder.
         sub_dir: Subfolder of the version.
         prefix: Prefix of metric names.
-        default_hp_metric: Log `hp_metric`, which TensorBoard's table of hyperparameters needs.
 
     Raises:
         ConfigError: `tensorboard` is not installed, or `name`, `version` or `sub_dir` is given without `save_dir`.
@@ -130,11 +131,11 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
         version: int | str | None = None,
         sub_dir: str | None = None,
         prefix: str = "",
-        default_hp_metric: bool = True,
     ) -> None:
         require_package("tensorboard")
         self._in_run = writes_to_run_folder(save_dir, name=name, version=version, sub_dir=sub_dir)
-        self._options: dict[str, Any] = {"default_hp_metric": default_hp_metric, "prefix": prefix}
+        self._options: dict[str, Any] = {"default_hp_metric": False, "prefix": prefix}
+        self._needs_table = not prefix  # Lightning's table of hyperparameters ignores the prefix
         super().__init__(save_dir or "", name, version, sub_dir=sub_dir, **self._options)
 
     def begin(self, run: Beginning) -> None:
@@ -146,6 +147,15 @@ class TensorBoardLogger(RoundLogger, lightnings.TensorBoardLogger):
             place = str(run.run_dir), "tensorboard", ""
             lightnings.TensorBoardLogger.__init__(self, *place, purge_step=run.round + 1, **self._options)
         super().begin(run._replace(config={}) if self._in_run and run.round else run)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log a round's metrics. The first main metrics become columns of TensorBoard's table of hyperparameters."""
+        main = {name: metrics[name] for name in main_metrics([dict(metrics)])}
+        if self._needs_table and self.hparams and main:
+            self._needs_table = False
+            self.log_hyperparams(dict(self.hparams), main, step)  # logs these metrics, too
+            metrics = {name: value for name, value in metrics.items() if name not in main}
+        super().log_metrics(dict(metrics), step)
 
     def log_image(
         self, key: str, images: Sequence[str], step: int | None = None, caption: Sequence[str] | None = None

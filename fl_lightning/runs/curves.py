@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.evaluation.summary import Row, label_of
+from fl_lightning.evaluation.summary import Row
 
 XAxis = Literal["round", "bytes", "seconds", "simulated"]
 """The x axis of a curve: rounds, or a total at the end of each round: bytes sent (up and down), seconds, or seconds on
@@ -53,11 +53,6 @@ def scale(values: np.ndarray, metric: str, percent: bool) -> np.ndarray:
     if percent and (above := values[np.abs(values) > 1]).size:
         raise ConfigError(f"percent: {metric} is no fraction: one value is {above[0]:g}. Leave it out.")
     return 100 * values if percent else values
-
-
-def axis_label(metric: str, percent: bool) -> str:
-    """Return the label of an axis that shows a metric: `global acc (%)` for `global/acc`."""
-    return f"{label_of(metric)} (%)" if percent else label_of(metric)
 
 
 def mean_curve(runs: Sequence[Sequence[Row]], metric: str, x: XAxis = "round", percent: bool = False) -> Curve | None:

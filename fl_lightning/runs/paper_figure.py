@@ -1,4 +1,4 @@
-"""Figures for papers: sizes, fonts and colours, and drawing of curves and partitions. Does not use pyplot."""
+"""Draw curves and partitions for papers, with legends. Does not use pyplot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -15,19 +15,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.names import Names, labels, shorten_name
 from fl_lightning.evaluation.summary import Row, label_of
-from fl_lightning.runs.curves import Curve, XAxis, axis_label, mean_curve
-from fl_lightning.runs.partition import MAX_COLUMNS, group_clients
+from fl_lightning.runs.axis_labels import common_label
+from fl_lightning.runs.curves import Curve, XAxis, mean_curve
+from fl_lightning.runs.figure_style import FILES, legend_row, width_in_inches
+from fl_lightning.runs.partition import MAX_COLUMNS, PartitionCounts, group_clients
 from fl_lightning.runs.styles import COLOURS, LINE_STYLES, MARKERS, Style, numbered_styles
 
-WIDTHS = {"column": 3.25, "text": 6.75}
-"""Widths in inches of a column and of the text of two-column papers, as in ICML and CVPR (IEEE: 3.5 and 7.16)."""
-
-FONT_SIZE, SMALL_SIZE = 8, 7
-LEGEND_ROW = 0.17
-"""Height of a row of the legend in inches."""
+LARGEST_BUBBLE = 22
+"""Maximum diameter of the bubbles of a partition in points, so that they fit in the legend."""
 BUBBLE = 0.7
 """Opacity of the bubbles of a partition."""
 MOST_MARKERS = 8
@@ -37,40 +34,11 @@ STEPS = (1, 2, 5, 10)
 TICK_LETTERS, AXIS_LETTERS = 16, 30
 """Maximum number of characters of one tick label, and of all tick labels of an x axis before they are rotated."""
 
-STYLE: Any = {
-    "font.size": FONT_SIZE,
-    "axes.titlesize": FONT_SIZE,
-    "axes.labelsize": FONT_SIZE,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.4,
-    **{f"{x}tick.labelsize": SMALL_SIZE for x in "xy"},
-    **{f"{x}tick.major.width": 0.6 for x in "xy"},
-    **{f"{x}tick.major.size": 2.5 for x in "xy"},
-    "legend.fontsize": SMALL_SIZE,
-    "legend.frameon": False,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 3.5,
-    "hatch.linewidth": 0.5,
-    "boxplot.patchartist": True,
-    "boxplot.showfliers": False,
-    "boxplot.medianprops.color": "black",
-    **{f"boxplot.{part}props.linewidth": 0.8 for part in ("median", "whisker", "cap")},
-    "text.parse_math": False,  # names of runs are text, not formulas
-}
-
-FILES: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300, "svg.hashsalt": "fl-lightning"}
-"""Settings of saved files: TrueType fonts, 300 dpi, and reproducible ids inside SVG files."""
-
 SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 UNITS: dict[str, tuple[str, dict[str, float]]] = {
-    "bytes": ("communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
-    "seconds": ("time", SECONDS),
-    "simulated": ("simulated time", SECONDS),
+    "bytes": ("Total communication", {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1}),
+    "seconds": ("Wall-clock time", SECONDS),
+    "simulated": ("Simulated time", SECONDS),
 }
 """Label of an x axis, and its units with their sizes, the largest first."""
 
@@ -95,20 +63,19 @@ class PaperFigure(Figure):
 
 
 def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tuple[PaperFigure, list[Axes]]:
-    """Create a figure with axes side by side, in several rows if needed. Call it and draw within `rc_context(STYLE)`.
+    """Create a figure with axes side by side, in several rows if needed.
+
+    Call it and draw within `rc_context(figure_style())`.
 
     Args:
-        width: `column`, `text`, or a number of inches.
+        width: A name in `WIDTHS`, or a number of inches.
         panels: Number of axes.
         height: Minimum height of the axes in inches.
 
     Raises:
         ConfigError: The width is unknown, or not between 1 and 50 inches.
     """
-    inches = WIDTHS.get(width) if isinstance(width, str) else width
-    if inches is None:
-        raise ConfigError(f"width: {width!r} is unknown. Use {', '.join(WIDTHS)}, or a number of inches.")
-    check_number("width", inches, "[1, 50]")
+    inches = width_in_inches(width)
     columns = max(1, min(panels, int(inches // 1.5)))
     rows = -(-panels // columns)
     height = max(height, min(max(0.65 * inches / columns, 1.5), 2.4))
@@ -119,31 +86,38 @@ def paper_figure(width: float | str, panels: int = 1, height: float = 0) -> tupl
     return figure, list(grid[:panels])
 
 
-def plot_run(rows: Sequence[Row], metrics: Sequence[str], x: XAxis, percent: bool, width: float | str) -> PaperFigure:
+def plot_run(
+    rows: Sequence[Row],
+    metrics: Sequence[str],
+    x: XAxis,
+    percent: bool,
+    width: float | str,
+    style: Any,
+    split: str = "test",
+) -> PaperFigure:
     """Plot metrics of one run as curves over rounds, bytes or seconds, and return the figure.
+
+    Args:
+        rows: The metrics of each round.
+        metrics: The columns of `metrics.csv` to plot.
+        x: The x axis.
+        percent: Multiply the metrics by 100.
+        width: A name in `WIDTHS`, or a number of inches.
+        style: Matplotlib's settings, as `figure_style` returns them.
+        split: The samples on which models are evaluated: `test` or `validation`.
 
     Raises:
         ConfigError: A metric has no value, the x axis was not recorded, or the width is unknown.
     """
-    with rc_context(STYLE):
+    with rc_context(style):
         figure, places = paper_figure(width)
         curves = {name: mean_curve([rows], name, x, percent) for name in metrics}
         known = {name: curve for name, curve in curves.items() if curve}
         lines = draw_curves(places, [known], numbered_styles(metrics), x)
         if len(lines) > 1:
             add_legend(figure, {label_of(name): line for name, line in lines.items()})
-        places[0].set_ylabel(_common_label(metrics, percent))
+        places[0].set_ylabel(common_label(metrics, percent, split))
     return figure
-
-
-def _common_label(metrics: Sequence[str], percent: bool) -> str:
-    """Return the label of an axis that shows one or more metrics: `acc (%)` for `global/acc` and `client/acc_mean`."""
-    if len(metrics) == 1:
-        return axis_label(metrics[0], percent)
-    names = {label_of(name).removeprefix(name.partition("/")[0].replace("_", " ")).strip() for name in metrics}
-    if len(names) == 1:
-        return f"{names.pop()} (%)" if percent else names.pop()
-    return "percent" if percent else ""
 
 
 def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
@@ -157,7 +131,7 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
-    figure.set_figheight(figure.get_figheight() + LEGEND_ROW * rows)
+    figure.set_figheight(figure.get_figheight() + legend_row() * rows)
 
 
 def pick(options: Sequence[str], number: int) -> str:
@@ -203,9 +177,9 @@ def draw_curves(
 
 
 def _unit(x: XAxis, largest: float) -> tuple[str, float]:
-    """Return the label of an x axis with its unit, such as `time (min)`, and the divisor of the values, such as 60."""
+    """Return the label of an x axis, such as `Wall-clock time (min)`, and the size of its unit, such as 60."""
     if x not in UNITS:
-        return x, 1
+        return "Communication rounds", 1
     label, units = UNITS[x]
     unit = next((unit for unit, size in units.items() if size <= largest), list(units)[-1])
     return f"{label} ({unit})", units[unit]
@@ -229,14 +203,47 @@ def draw_partition(
     clients, classes = counts.shape
     if clients > MAX_COLUMNS:
         heat_map(axes, group_clients(counts), f"mean samples of {clients:,} clients", names.classes, largest=largest)
-        axes.set(xlabel="clients, sorted", ylabel="class")
+        axes.set(xlabel="Clients, sorted", ylabel="Class")
         return
     client, label = np.nonzero(counts)
     areas = area * counts[client, label] / (largest or max(counts.max(), 1))
-    axes.scatter(client, label, s=areas, alpha=BUBBLE, linewidths=0)
-    axes.set(xlabel="client", ylabel="class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
+    axes.scatter(client, label, s=areas, color=COLOURS[0], alpha=BUBBLE, linewidths=0)
+    axes.set(xlabel="Client", ylabel="Class", xlim=(-0.7, clients - 0.3), ylim=(-0.7, classes - 0.3))
     set_ticks(axes.xaxis, clients, names.clients)
     set_ticks(axes.yaxis, classes, names.classes)
+
+
+def draw_partitions(partitions: Mapping[str, PartitionCounts], width: float | str) -> PaperFigure:
+    """Draw partitions side by side on one scale, with a legend of the sizes of bubbles.
+
+    Call it within `rc_context(figure_style())`.
+
+    Args:
+        partitions: The partitions by title.
+        width: A name in `WIDTHS`, or a number of inches.
+    """
+    counts = [each.counts for each in partitions.values()]
+    classes = max(each.shape[1] for each in counts)
+    room = float(any(names.clients for _, names in partitions.values()))  # inches for rotated names below the axes
+    figure, places = paper_figure(width, len(counts), min(0.12 * classes + 0.6 + room, 5))
+    extent = places[0].get_window_extent()
+    height = extent.height - room * figure.dpi
+    bubbles = [each for each in counts if len(each) <= MAX_COLUMNS]
+    cells = [min(extent.width / len(each), height / each.shape[1]) * 72 / figure.dpi for each in bubbles]
+    area, most = min([*cells, LARGEST_BUBBLE]) ** 2, max((int(each.max()) for each in bubbles), default=0)
+    darkest = max((group_clients(each).max() for each in counts if len(each) > MAX_COLUMNS), default=0)
+    for axes, (title, (each, names)) in zip(places, partitions.items(), strict=True):
+        draw_partition(axes, each, area, names, most if len(each) <= MAX_COLUMNS else darkest)
+        for axis, named in ((axes.xaxis, names.clients and len(each) <= MAX_COLUMNS), (axes.yaxis, names.classes)):
+            if not named:
+                axis.set_major_locator(MaxNLocator("auto", steps=STEPS, integer=True))
+        axes.set_title(", ".join(filter(None, [shorten_name(title), axes.get_title()])))
+        axes.label_outer()
+    if most:
+        add_bubble_legend(figure, most, area)
+    largest = ", ".join(f"{each.max():,}" for each in counts)
+    figure.notes = [f"training samples by client and class; the largest count is {largest}."]
+    return figure
 
 
 def add_bubble_legend(figure: Figure, largest: int, area: float) -> None:
@@ -249,20 +256,21 @@ def add_bubble_legend(figure: Figure, largest: int, area: float) -> None:
     """
     counts = dict.fromkeys([largest, *(int(float(f"{largest / part:.0e}")) or 1 for part in (4, 16))])
     side = area**0.5
-    style: Any = {"color": "C0", "marker": "o", "linestyle": "", "alpha": BUBBLE, "markeredgewidth": 0}
+    style: Any = {"color": COLOURS[0], "marker": "o", "linestyle": "", "alpha": BUBBLE, "markeredgewidth": 0}
     bubbles = [Line2D([], [], markersize=side * (count / largest) ** 0.5, **style) for count in counts]
     texts = [f"{count:,}" for count in counts]
     texts[-1] += " samples"
-    height = side / SMALL_SIZE + 0.7  # of the largest bubble and its margin, in font sizes
-    size: Any = {
+    size = float(rcParams["legend.fontsize"])
+    height = side / size + 0.7  # of the largest bubble and its margin, in font sizes
+    places: Any = {
         "handleheight": height,
         "handlelength": height,
         "ncols": len(texts),
         "columnspacing": 1,
         "handletextpad": 0.4,
     }
-    figure.legend(bubbles, texts, loc="outside upper center", **size)
-    figure.set_figheight(figure.get_figheight() + side / 72 + LEGEND_ROW / 2)
+    figure.legend(bubbles, texts, loc="outside upper center", **places)
+    figure.set_figheight(figure.get_figheight() + side / 72 + legend_row() / 2)
 
 
 def heat_map(

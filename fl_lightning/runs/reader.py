@@ -89,7 +89,13 @@ class Run:
         return rounds.astype({"round": "int64"}).set_index("round")
 
     def plot(
-        self, *metrics: str, x: XAxis = "round", percent: bool = False, width: float | str = "column"
+        self,
+        *metrics: str,
+        x: XAxis = "round",
+        percent: bool = False,
+        width: float | str = "column",
+        font: str = "sans",
+        font_size: float = 8,
     ) -> PaperFigure:
         """Return a Matplotlib figure of metrics by round, bytes or seconds. `savefig` writes it with embedded fonts.
 
@@ -98,15 +104,21 @@ class Run:
                 or another metric of the models in place of the accuracy.
             x: `round`, or the `bytes` (up and down) or `seconds` until the end of a round.
             percent: Multiply the metrics by 100.
-            width: `column` or `text` of a two-column paper, or a number of inches.
+            width: The width of a venue's column or text, such as `neurips` or `ieee-column`, or a number of inches.
+            font: `sans`, `serif`, or the name of an installed font.
+            font_size: Size of axis labels in points; ticks and legends are one point smaller.
 
         Raises:
-            ConfigError: The run has no such metric or x axis, a metric is no fraction, or the width is unknown.
+            ConfigError: The run has no such metric or x axis, a metric is no fraction, or an option is unknown.
         """
+        from fl_lightning.runs.axis_labels import evaluated_split
+        from fl_lightning.runs.figure_style import figure_style
         from fl_lightning.runs.paper_figure import plot_run  # imports matplotlib
 
         chosen = metrics or main_metrics(self.rounds) or ["global/acc"]
-        return plot_run(self.rounds, [known_metric(name, [self], "metrics") for name in chosen], x, percent, width)
+        names = [known_metric(name, [self], "metrics") for name in chosen]
+        style, split = figure_style(font, font_size), evaluated_split(self.settings)
+        return plot_run(self.rounds, names, x, percent, width, style, split)
 
     def __repr__(self) -> str:
         """Return the run folder, the number of rounds and the last and best metrics as text for notebooks."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 import yaml
 
+from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.message import Tensors
@@ -23,6 +24,7 @@ from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import summarize
 from fl_lightning.loggers.base import Labels
 from fl_lightning.loggers.collection import Loggers, logs_clients_by_default
+from fl_lightning.runs.axis_labels import evaluated_split
 from fl_lightning.runs.background_writer import Writer
 from fl_lightning.runs.checkpoint import Checkpoint, CheckpointFolder
 from fl_lightning.runs.client_store import ClientStore, StoredState
@@ -35,7 +37,7 @@ from fl_lightning.runs.folder import (
     remove_on_failure,
 )
 from fl_lightning.runs.metrics_csv import MetricsCsv
-from fl_lightning.runs.partition import write_counts
+from fl_lightning.runs.partition import PartitionCounts, write_counts
 from fl_lightning.runs.reader import Figures
 from fl_lightning.runs.trust import DESCRIPTION, sign
 from fl_lightning.runs.warnings_txt import WarningsTxt
@@ -92,6 +94,7 @@ class Record:
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")
         self.first_round = 0
         self._settings: dict[str, Any] = {}
+        self._split = "test"
         self._restored_from: Fingerprint | None = None
         self._contexts = ExitStack()
         self._created_folders: list[Path] | None = None  # by the lock; None before the folder is locked
@@ -204,6 +207,7 @@ class Record:
         if self.log_clients is None:
             self.log_clients = logs_clients_by_default(len(self._data.shards))
         self._settings = settings(config) if config else self._settings
+        self._split = evaluated_split(flatten(description))
         if before := self._restored_from:
             before.warn_of_environment(environment(self._device))
             before.warn_of_edits(self.run_dir / "config.yaml", self._settings)
@@ -247,6 +251,17 @@ class Record:
         metrics = metrics if self.log_clients else RoundMetrics(shared=metrics)
         self.csv.append(metrics)
         self.logger.log_round(metrics)
+
+    def log_images(self) -> None:
+        """Log images of the partition and the learning curves with the last round, in loggers that show images."""
+        if not self.logger.take_images:
+            return
+        from fl_lightning.runs.run_images import run_images  # imports matplotlib
+
+        partition = PartitionCounts(self._data.class_counts(), self._data.names)
+        with run_images(self.csv.rows, partition, self._split) as paths:
+            for name, path in paths.items():
+                self.logger.log_image(f"figures/{name}", [path], step=self.run.round, caption=[name])
 
     def checkpoint(self, keep: Keep | None = None) -> None:
         """Write a checkpoint of the last finished round in the background, after the previous one is on disk.

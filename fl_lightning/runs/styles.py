@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Okabe and Ito's colours without yellow and black, as in the HTML report. In greyscale, the line styles and markers of
-# curves differ, and the hatches of bars.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#076aaa", "#d55e00", "#00a860", "#cc79a7", "#8e5c28", "#4f91fa", "#7a1f50", "#222222")
+"""Colours on white: blue, vermilion, green, pink, brown, light blue, wine, black.
+
+Each has a contrast of at least 3 to white. Any two differ by at least 18 in CIELAB, also in simulations of
+deuteranopia, protanopia and tritanopia (Machado et al. 2009). `tests/runs/test_styles.py` computes both.
+"""
+DARK_COLOURS = (*COLOURS[:6], "#a8447a", "#e6e6e6")
+"""The same colours on a dark background, with the last two lighter, by the same measures (16 in CIELAB)."""
+
 LINE_STYLES = ("-", "--", "-.", ":")
 MARKERS = "os^Dv*X"
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++")
 
-RESERVED = {name: i for i, name in enumerate(("FedAvg", "FedSKC", "FedDW", "FedSiamDA", "CwFedAvg", "UAPDFL"))}
-"""The colours of the methods that are compared most, by position in `COLOURS`."""
+# The colour of a method is the place in its row. Methods of a row are often compared: general ones, then personalised.
+KNOWN_COLOURS = {
+    name: place
+    for row in (
+        ("FedAvg", "FedSKC", "FedDW", "FedSiamDA", "CwFedAvg", "UAPDFL", "FedProx", "SCAFFOLD"),
+        (None, "FedNova", "FedDyn", "MOON", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"),
+        (None, "Ditto", "FedPer", "FedRep", "FedBN", "APFL", "PerFedAvg", "PFedMe"),
+        (None, "FedALA", "FedFomo", "FedProto", "FedROD", "FedBABU", "LGFedAvg", "Local"),
+    )
+    for place, name in enumerate(row)
+    if name
+}
+"""The colours of known methods by class name, as positions in `COLOURS`, those with precedence first. The first eight
+have different colours. The colour of FedAvg is given to others only if all colours are used."""
 
 
 class Style(NamedTuple):
@@ -63,14 +82,18 @@ def method_styles(groups: Sequence[tuple[str, str]]) -> list[Style]:
 def method_colours(methods: Iterable[str]) -> dict[str, int]:
     """Return the colour of each method, as a position in `COLOURS`.
 
-    It depends only on the method's name, unless another method of the figure has this colour. A colour is not used
-    twice while another is free, nor a third time while another is used once.
+    It is that of `KNOWN_COLOURS`; for any other class it depends on the name. If a method with precedence has this
+    colour in the same figure, it is the next colour that is used least. So the eight methods of the first row of
+    `KNOWN_COLOURS` have the same colours in all figures, and up to eight methods of a figure have different colours.
     """
+    precedence = list(KNOWN_COLOURS)
+    others = len(COLOURS) - 1  # without the colour of FedAvg, which comes last
     found: dict[str, int] = {}
     used = [0] * len(COLOURS)
-    for method in sorted(methods, key=lambda name: (name not in RESERVED, name)):
-        own = RESERVED.get(method, zlib.crc32(method.encode()))
-        positions = [(own + i) % len(COLOURS) for i in range(len(COLOURS))]
+    for method in sorted(methods, key=lambda name: (precedence.index(name) if name in precedence else math.inf, name)):
+        own = KNOWN_COLOURS.get(method, 1 + zlib.crc32(method.encode()) % others)
+        following = [1 + (own - 1 + i) % others for i in range(others)]
+        positions = [*following, 0] if own else [0, *following]
         found[method] = min(positions, key=lambda place: used[place])
         used[found[method]] += 1
     return found

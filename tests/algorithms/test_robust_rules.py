@@ -24,6 +24,7 @@ from fl_lightning.algorithms.aggregators import fold_all
 from fl_lightning.algorithms.robust import vectors
 from fl_lightning.algorithms.robust.bulyan import select_by_krum
 from fl_lightning.algorithms.robust.krum import krum_order as ranking
+from fl_lightning.algorithms.robust.rule import tolerated
 from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -409,6 +410,45 @@ LEAST = {Median(): 1, TrimmedMean(2): 5, Krum(2): 7, MultiKrum(1): 5, MultiKrum(
 LEAST |= {NearestNeighborMixing(Median(), 2): 5, NearestNeighborMixing(Krum(3), 2): 9, Bucketing(Krum(1), 2): 9}
 
 
+SHARES = {
+    "TrimmedMean": TrimmedMean,
+    "Krum": Krum,
+    "MultiKrum": MultiKrum,
+    "Bulyan": Bulyan,
+    "NearestNeighborMixing": lambda f: NearestNeighborMixing(TrimmedMean(f), f),
+    "Bucketing": lambda f: Bucketing(TrimmedMean(f), 2),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_f_can_be_a_share_of_the_rounds_clients_rounded_up(name):
+    """0.15 of 12 clients are 2, in buckets of two, too; integers are left out by the same number."""
+    rows = np.random.default_rng(3).normal(size=(N, SIZE)) + np.arange(N)[:, None] ** 2
+    np.testing.assert_array_equal(apply(SHARES[name](0.15), rows), apply(SHARES[name](2), rows))
+    assert name == "Krum" or not np.array_equal(apply(SHARES[name](0.05), rows), apply(SHARES[name](2), rows))
+    assert SHARES[name](0.15).extremes(N) == SHARES[name](2).extremes(N) == 2
+
+
+def test_a_share_is_rounded_up_without_rounding_errors():
+    for share, clients, count in ((0.1, 30, 3), (0.2, 5, 1), (0.2, 6, 2), (0.0, 9, 0), (0.29, 100, 29), (0.01, 3, 1)):
+        assert tolerated(share, clients) == count
+    assert (tolerated(3, 5), tolerated(2.0, 5), tolerated(None, 5)) == (3, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "enough", "words"),
+    [
+        (Krum(0.2), 7, r"Krum with f 2, 0.2 of 6 clients, needs at least 7 models a round \(2f \+ 3\), not 6"),
+        (Bucketing(TrimmedMean(0.2), 2), 5, "TrimmedMean with f 2, 0.2 of 6 clients, needs at least 5 .* not 3, the b"),
+        (NearestNeighborMixing(Median(), 0.4), 5, "NearestNeighborMixing with f 3, 0.4 of 6 clients, needs"),
+    ],
+)
+def test_a_share_of_too_many_attackers_is_refused_with_both_numbers(rule, enough, words):
+    rule.require_uploads(enough)
+    with pytest.raises(ConfigError, match=rf"^algorithm\.aggregator: {words}"):
+        rule.require_uploads(6)
+
+
 def test_too_few_models_are_refused_before_round_1_and_in_a_round():
     for rule, least in LEAST.items():
         rule.require_uploads(least)
@@ -434,6 +474,7 @@ def test_too_few_models_are_refused_before_round_1_and_in_a_round():
         (lambda: NormBound(0.0), "bound"),
         (lambda: Bucketing(size=0), "size"),
         (lambda: NearestNeighborMixing(f=-1), "f"),
+        (lambda: TrimmedMean(1.5), "f"),
         (lambda: Bucketing(WeightedMean()), "inner"),
         (lambda: NearestNeighborMixing(GeometricMedian(weighting="samples")), "inner.weighting"),
     ],

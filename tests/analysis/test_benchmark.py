@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import TINY, run
+from commands import TINY, rows, run
 from fake_runs import FakeRuns, Killed
 from scipy import stats
 
@@ -453,6 +453,55 @@ def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
     assert "0 of 8 runs to do" in again.err
     best = json.loads(next(folder.glob("runs/global/FedSAM/seed_0-*/final/summary.json")).read_text())
     assert f"{best['global/acc_last']:.4f}"[:4] in (folder / "results.csv").read_text()
+
+
+def small_benchmark(name, scenario, metric, methods):
+    """Write a benchmark with a trial and a seed for each method, in one scenario."""
+    Path("tiny.yaml").write_text(TINY)
+    content = {
+        "config": "tiny.yaml",
+        "scenarios": {"one": scenario},
+        "tables": {"table": {"metric": metric, "methods": [*methods]}},
+        "methods": {method: {"settings": {"algorithm": "FedAvg", **more}} for method, more in methods.items()},
+        "search": {"optimizer.lr": LOG},
+        "tuning": {"trials": 1, "seeds": [9]},
+        "seeds": [0],
+    }
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return Path(f"{name}.yaml")
+
+
+@pytest.mark.thorough
+def test_methods_are_ranked_by_the_success_rate_of_an_attack(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backdoor = {"class_path": "Backdoor", "init_args": {"clients": [0], "size": 2}}
+    defended = {"algorithm.aggregator": "Median", "compression": "TopK", "compression.keep": 0.1}
+    file = small_benchmark("b", {"adversary": backdoor}, "attack/success_rate", {"FedAvg": {}, "Defended": defended})
+    assert read_benchmark(file).tables[0].maximize is False
+    done = run("benchmark", file)
+    assert done.code == 0, done.err
+    with Path("runs/benchmarks/b/results.csv").open() as results:
+        found = {row["method"]: row for row in csv.DictReader(results)}
+    for method, row in found.items():
+        (folder,) = Path("runs/benchmarks/b/runs").glob(f"*/*/{method}/seed_0-*")
+        measured = rows(folder)
+        assert float(row["last"]) == float(measured[-1]["attack/success_rate"])
+        assert float(row["best"]) == min(float(one["attack/success_rate"]) for one in measured)
+        assert float(row["bytes"]) == float(measured[-1]["comm/total_bytes"])
+    assert float(found["Defended"]["bytes"]) < float(found["FedAvg"]["bytes"])
+
+
+@pytest.mark.thorough
+def test_private_methods_are_tuned_and_their_epsilon_needs_a_goal(tmp_path, monkeypatch):
+    pytest.importorskip("opacus")
+    monkeypatch.chdir(tmp_path)
+    private = {"algorithm.aggregator": {"class_path": "PrivateMean", "init_args": {"noise": 1, "delta": 0.01}}}
+    done = run("benchmark", small_benchmark("p", {}, "global/acc", {"Private": private}))
+    assert done.code == 0, done.err
+    (folder,) = Path("runs/benchmarks/p/runs").glob("*/*/Private/seed_0-*")
+    assert float(rows(folder)[-1]["privacy/epsilon"]) > 0
+    with pytest.raises(ConfigError, match="table: goal: which values of privacy/epsilon are better is not known"):
+        read_benchmark(small_benchmark("e", {}, "privacy/epsilon", {"Private": private}))
 
 
 @pytest.mark.thorough

@@ -463,6 +463,22 @@ def test_the_number_of_runs_that_reach_a_target_is_shown(tmp_path):
     assert re.search(r"2\.0 \(2 of 3\) +63 B +1\.5$", out, re.M)
 
 
+def test_private_groups_have_their_largest_epsilon_in_a_column(tmp_path):
+    for seed, epsilons in ((0, (2.5, 4.0)), (1, (1.5, 3.0))):
+        private = [row | {"privacy/epsilon": each} for row, each in zip(rounds_of([0.5, 0.6]), epsilons, strict=True)]
+        write_run(tmp_path / f"private-{seed}", changed(seed=seed, dp=1), private)
+        record = [row | {"privacy/record_epsilon": math.inf} for row in rounds_of([0.5, 0.6])]
+        write_run(tmp_path / f"record-{seed}", changed(seed=seed, dp=2), record)
+        write_run(tmp_path / f"open-{seed}", changed(seed=seed, dp=0), rounds_of([0.7, 0.8]))
+    shown = run("compare", str(tmp_path), "--by", "dp").out.splitlines()
+    assert re.split("  +", shown[0])[-3:] == ["privacy epsilon", "privacy record_epsilon", "bytes"]
+    assert [line.split()[-4:-2] for line in shown[2:5]] == [["-", "-"], ["4", "-"], ["-", "inf"]]
+    assert "privacy epsilon: the largest of a group's runs, after their last round." in shown
+    (tmp_path / "table.csv").write_text(run("compare", str(tmp_path), "--by", "dp", "--format", "csv").out)
+    with (tmp_path / "table.csv").open() as file:
+        assert [row["privacy/epsilon"] for row in csv.DictReader(file)] == ["", "4.0", ""]
+
+
 def test_methods_without_the_metric_get_a_dash_and_a_remark(tmp_path):
     write(tmp_path, "FedAvg", accs=[0.5])
     write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")

@@ -3,17 +3,21 @@
 import re
 import shutil
 from statistics import mean, stdev
+from typing import get_args
 
 import numpy as np
 import pytest
 from commands import run
+from matplotlib import rc_context
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 from run_folders import CONFIG, changed, write_counts, write_run
 
 from fl_lightning import plot_runs
 from fl_lightning.analysis import figures
+from fl_lightning.cli.options import FIGURE_WIDTHS
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.runs.figure_style import WIDTHS
 from fl_lightning.runs.search import open_runs
 
 ACCS = {"FedAvg": [0.25, 0.5], "FedDW": [0.5, 0.75], "FedSKC": [0.75, 0.625]}
@@ -75,7 +79,7 @@ def test_curves_are_means_with_a_band_and_ranked_by_the_final_value(study):
         assert line.get_ydata() == pytest.approx(middle)
         low, high = band.get_datalim(axes.transData).intervaly
         assert [low, high] == pytest.approx([min(middle) - 50**0.5, max(middle) + 50**0.5])  # 10 between two seeds
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("round", "global acc (%)", "")
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("Communication rounds", "Test accuracy (%)", "")
     assert figure.notes == ["global/acc: mean over seeds; band: ± standard deviation (n - 1)."]
 
 
@@ -96,7 +100,7 @@ def test_across_gives_each_value_its_own_axes_with_the_same_styles(study, by):
 def test_many_panels_are_in_rows_and_named_by_the_method_alone(study):
     figure = plot_runs(open_runs(study), across="algorithm")
     assert [axes.get_title() for axes in figure.axes] == list(ACCS)
-    assert [axes.get_ylabel() for axes in figure.axes] == ["global acc", "", "global acc"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["Test accuracy", "", "Test accuracy"]
     assert legend_of(figure) == ["alpha=0.1", "alpha=0.5"]
 
 
@@ -161,7 +165,7 @@ def test_clients_are_those_of_the_last_round_of_all_seeds(study):
     medians = [line.get_ydata()[0] for line in axes.lines if line.get_color() == "black" and line.get_zorder() > 2]
     assert np.median(expected) in [pytest.approx(value) for value in medians]
     assert [label.get_text() for label in axes.get_xticklabels()] == RANKED
-    assert axes.get_ylabel() == "client acc"
+    assert axes.get_ylabel() == "Client test accuracy"
     clusters = plot_runs(open_runs(study), "clients", across="alpha").axes[0]
     assert len(clusters.collections) == 6
 
@@ -278,6 +282,55 @@ def test_runs_that_did_not_finish_are_noted(tmp_path):
         assert f"not finished: {tmp_path / 'FedAvg-0.1-0'}." in notes
 
 
+# --- Sizes and fonts ---
+
+
+@pytest.mark.parametrize(
+    ("width", "inches"),
+    [
+        *(("column", 3.25), ("text", 6.75), ("neurips", 5.5), ("icml-column", 3.25), ("icml-text", 6.75)),
+        *(("ieee-column", 3.5), ("ieee-text", 7.16), ("nature-column", 89 / 25.4), ("nature-text", 183 / 25.4)),
+        (4, 4),
+    ],
+)
+def test_widths_have_the_names_of_venues(study, width, inches):
+    figure = plot_runs(open_runs(study, {"alpha": 0.1}), "bars", by=["algorithm"], width=width)
+    assert figure.get_figwidth() == pytest.approx(inches)
+
+
+def test_the_command_knows_all_widths():
+    assert [*WIDTHS] == [*get_args(FIGURE_WIDTHS)]
+
+
+@pytest.mark.parametrize("kind", ["curves", "bars", "clients", "partition"])
+def test_a_figure_has_the_font_and_size_of_the_document(study, kind):
+    runs = open_runs(study, {"alpha": 0.1, "seed": 0})
+    figure = plot_runs(runs, kind, width="neurips", font="serif", font_size=10)
+    with rc_context({"font.family": "monospace"}):
+        figure.draw_without_rendering()
+    (axes,) = figure.axes
+    label, tick = axes.xaxis.label if kind in ("curves", "partition") else axes.yaxis.label, axes.get_xticklabels()[0]
+    assert (label.get_fontsize(), tick.get_fontsize()) == (10, 9)
+    assert {text.get_fontfamily()[0] for text in (label, tick)} == {"STIXGeneral"}
+    for legend in figure.legends:
+        assert {text.get_fontsize() for text in legend.texts} == {9}
+        assert legend.get_window_extent().y0 >= axes.bbox.y1 - 1
+        assert legend.get_window_extent().y1 <= figure.bbox.height
+
+
+@pytest.mark.parametrize("kind", ["curves", "bars", "clients"])
+def test_the_y_axis_has_the_given_limits(study, kind):
+    figure = plot_runs(open_runs(study), kind, across="alpha", percent=True, y_limits=(20, 90))
+    assert {axes.get_ylim() for axes in figure.axes} == {(20, 90)}
+
+
+def test_runs_with_a_validation_split_have_a_validation_accuracy(tmp_path):
+    config = CONFIG | {"scenario": {"validation_share": 0.2}}
+    write_run(tmp_path / "a", config, {"global/acc": [0.5, 0.75]})
+    assert plot_runs(open_runs(tmp_path)).axes[0].get_ylabel() == "Validation accuracy"
+    assert open_runs(tmp_path)[0].plot().axes[0].get_ylabel() == "Validation accuracy"
+
+
 # --- The command ---
 
 
@@ -323,8 +376,12 @@ def test_unfinished_runs_are_drawn_on_request(tmp_path):
         (["-o", "folder.pdf"], "-o: folder.pdf cannot be replaced"),
         (["-o", "theirs.pdf/a.pdf"], "-o: theirs.pdf/a.pdf cannot be"),
         (["--kind", "pie"], "kind: got 'pie', expected curves | bars | clients | partition"),
-        (["--width", "page"], "width: got 'page', expected float | column | text"),
+        (["--width", "page"], "width: got 'page', expected float | column | text | neurips"),
         (["--width", "0.5"], "width: 0.5 is outside [1, 50]"),
+        (["--font", "DejaVu Sanz"], "font: 'DejaVu Sanz' is not installed. Did you mean DejaVu Sans?"),
+        (["--font_size", "1"], "font_size: 1.0 is outside [4, 24]"),
+        (["--y_limits", "90", "20"], "y_limits: 90 20 is no range."),
+        (["--kind", "partition", "--y_limits", "0", "1"], "y_limits: a figure of kind partition does not use it."),
         (["--y", "globl/acc"], "y: no run has 'globl/acc'. Available: client/acc_mean, comm/total_bytes, global/acc"),
         (["--kind", "clients", "--y", "global/acc"], "y: no clients.csv has 'global/acc'. Available: acc."),
         (["--x", "seconds"], "x: seconds were not recorded, time/round_s is missing in metrics.csv. Use x round."),

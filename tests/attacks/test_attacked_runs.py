@@ -33,6 +33,7 @@ from fl_lightning.algorithms import (
     FedPer,
     FedProto,
     FedRep,
+    Local,
     PeerAlgorithm,
 )
 from fl_lightning.attacks import (
@@ -52,6 +53,7 @@ from fl_lightning.callbacks.run_summary import describe_data
 from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message
 from fl_lightning.core.state_dicts import weighted_mean
+from fl_lightning.core.task import Task
 from fl_lightning.data import FederatedData
 from fl_lightning.engines import StackedEngine
 
@@ -302,10 +304,34 @@ def test_the_success_rate_of_a_label_flip_by_hand(tmp_path):
     check_names(one)
 
 
-def test_without_a_global_model_there_is_no_success_rate(tmp_path):
-    one = finished(tmp_path / "run", FedPer(), adversary=Backdoor(clients=ATTACKERS), **TWO_ROUNDS)
-    assert "attack/success_rate" not in one.csv.rows[0]
+def test_without_a_global_model_the_success_rate_is_the_mean_of_honest_clients(tmp_path):
+    attack = Backdoor(clients=ATTACKERS, target=3)
+    options = {"adversary": attack, "evaluation": Evaluation(client_model="received"), **TWO_ROUNDS}
+    one = finished(tmp_path / "run", FedPer(), **options)
+    data = one.data.data
+    x = data.x_test[data.y_test != 3].clone()
+    x[:, :, 5:, 5:] = data.x_train.max()
+    honest, rates = [client for client in range(one.clients) if client not in ATTACKERS], []
+    for client, download in zip(honest, one.server.downloads(3, honest), strict=True):
+        module = one.worker.modules.receive(Task(3, client, download, one.server.memory.get(client, {})))
+        with torch.no_grad():
+            rates.append(float((module.eval()(data.prepare(x)).argmax(dim=1) == 3).double().mean()))
+    assert len({*rates}) > 1
+    assert one.csv.rows[-1]["attack/success_rate"] == pytest.approx(fmean(rates))
     check_names(one)
+
+
+def test_the_success_rate_of_trained_clients_is_that_of_the_round_in_all_engines(tmp_path):
+    """Half of the clients take part. Clients of `Local` only evaluate what they have trained."""
+    options = {"adversary": Backdoor(clients=ATTACKERS, share=1.0), **TWO_ROUNDS, "clients_per_round": 3}
+    one = finished(tmp_path / "one", Local(), **options)
+    other = finished(tmp_path / "other", Local(), engine=StackedEngine(), **options)
+    known = [row["attack/success_rate"] for row in one.csv.rows]
+    assert all(0 <= rate < 0.6 for rate in known)  # honest clients do not learn the trigger from others
+    assert [row["attack/success_rate"] for row in other.csv.rows] == pytest.approx(known, abs=0.02)
+    assert (
+        "attack/success_rate" not in finished(tmp_path / "no", Local(), adversary=LabelFlip(), **TWO_ROUNDS).csv.rows[0]
+    )
 
 
 def test_the_calibrated_model_is_attacked(tmp_path):

@@ -1,12 +1,9 @@
 """Communication, early stopping, checkpointing and progress."""
 
-import io
-import re
 from types import SimpleNamespace
 
 import pytest
 from experiments import ONE_EPOCH, experiment, same_bytes, untimed
-from rich.console import Console
 
 import fl_lightning
 from fl_lightning.callbacks import Checkpointing, CommunicationMeter, EarlyStopping, RoundCallback, RoundProgress
@@ -166,49 +163,3 @@ def test_default_callbacks_are_added_unless_given(tmp_path):
     for kind in (Checkpointing, CommunicationMeter, RoundProgress):
         assert sum(isinstance(callback, kind) for callback in run.callbacks) == 1
     assert run.callbacks[-1] is given[0]
-
-
-def test_progress_is_one_line_per_round_without_a_terminal(tmp_path):
-    screen = io.StringIO()
-    run = experiment(tmp_path, rounds=2, trainer=ONE_EPOCH, callbacks=[RoundProgress(Console(file=screen, width=120))])
-    run.fit()
-    summary, lines = screen.getvalue().splitlines()[:6], screen.getvalue().splitlines()[6:]
-    assert summary[0].startswith("method: ")
-    assert len(lines) == 2
-    for number, (line, row) in enumerate(zip(lines, run.csv.rows, strict=True), start=1):
-        assert line.startswith(f"round {number}/2  global acc {row['global/acc']:.4f}  client acc")
-    assert lines[-1].endswith("left 0 s")
-
-
-def test_the_line_of_a_round_of_a_regression_has_the_error() -> None:
-    screen = io.StringIO()
-    run = SimpleNamespace(round=1, rounds=2, engine=SimpleNamespace(note=""))
-    metrics = {"client/mae_mean": 0.5, "global/mae": 0.25, "global/loss": 9.0, "client/train_loss": 0.125}
-    RoundProgress(Console(file=screen, width=40)).on_round_end(run, metrics)
-    expected = "round 1/2  global mae 0.2500  client mae 0.5000  train loss 0.1250  left "
-    assert screen.getvalue().startswith(expected)
-
-
-@pytest.mark.parametrize("width", [40, 200])
-def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkeypatch):
-    """Ctrl-C prints `^C` in the last line. After a full line it would wrap, and a bar would remain."""
-    screen = io.StringIO()
-    progress = RoundProgress(Console(file=screen, force_terminal=True, color_system=None, width=width))
-    monkeypatch.setattr("fl_lightning.callbacks.progress.summarize_run", lambda run: [])
-    run = SimpleNamespace(round=7, rounds=2000, is_over=False, engine=SimpleNamespace(note=""))
-    progress.on_fit_start(run)
-    progress.on_round_start(run, range(12))
-    progress.on_client_end(run, None)
-    run.round = 1234
-    progress.on_round_end(run, {"global/acc": 0.5, "client/acc_mean": 0.25, "client/train_loss": 0.125})
-    progress._live.refresh()
-    drawn = screen.getvalue().rpartition("\x1b[2K")[2].split("\n")
-    progress.on_fit_end(run)
-    assert "\x1b[?25h" in screen.getvalue()  # the cursor is visible again
-    bars, clients, *note, below = [line.rstrip("\r") for line in drawn]
-    assert re.fullmatch(r"rounds  [━╸╺ ]{8,}1234/2000 .*", bars)
-    assert re.fullmatch(r"clients [━╸╺ ]{8,}1/12 +.*", clients)
-    assert " ".join(" ".join(note).split()) == "global acc 0.5000 client acc 0.2500 train loss 0.1250"
-    assert len(note) == (2 if width == 40 else 1)
-    assert below == ""
-    assert max(map(len, drawn)) <= width

@@ -120,8 +120,8 @@ def test_figures_and_the_report_of_a_run_show_the_names(folder: Path) -> None:
 
 def test_loggers_get_the_name_in_the_key_of_a_client(folder: Path) -> None:
     with Path("run/csv_logs/metrics.csv").open(encoding="utf-8") as file:
-        keys = [key for key in next(csv.reader(file)) if key.endswith("/acc") and key.startswith("client_")]
-    assert keys == ["client_0__b_north_/acc", "client_1_a_south_x_/acc", f"client_2_{'é' * 39}_/acc"]
+        keys = [key for key in next(csv.reader(file)) if key.startswith("client_acc/")]
+    assert keys == ["client_acc/0__b_north_", "client_acc/1_a_south_x_", f"client_acc/2_{'é' * 39}_"]
 
 
 def test_an_older_run_without_names_goes_on_without_them(folder: Path, tmp_path: Path) -> None:

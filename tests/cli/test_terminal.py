@@ -1,5 +1,7 @@
 """The command as a process: signals, closed or full streams, limited encodings, odd environments."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +11,11 @@ from functools import partial
 
 import pytest
 from commands import TINY, run
+
+import fl_lightning.cli.commands.list  # noqa: F401, replaced below
+from fl_lightning.core.errors import Interrupted
+from fl_lightning.core.interrupt import Stopped
+from fl_lightning.core.terminal import print_to_stderr, show_status
 
 COMMAND = [sys.executable, "-m", "fl_lightning"]
 
@@ -84,6 +91,76 @@ def test_characters_that_stdout_cannot_encode_are_replaced(here):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.isascii()
     assert "?" in done.stdout
+
+
+# --- Terminals ---
+
+
+class Screen(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "term", "before", "after"),
+    [
+        (Screen, "xterm-256color", "loading ...\r", "\x1b[K"),
+        (Screen, "dumb", "loading ...\n", ""),
+        (io.StringIO, "xterm-256color", "", ""),
+    ],
+    ids=["terminal", "dumb", "file"],
+)
+def test_a_status_is_shown_at_once_and_erased(stream, term, before, after, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream())
+    monkeypatch.setenv("TERM", term)
+    with show_status("loading ..."):
+        assert sys.stderr.getvalue() == before
+    assert sys.stderr.getvalue() == before + after
+
+
+def test_a_status_needs_no_stderr(monkeypatch):
+    for stderr in (None, Screen()):
+        monkeypatch.setattr("sys.stderr", stderr)
+        if stderr:
+            stderr.close()
+        with contextlib.suppress(ValueError), show_status("loading ..."):
+            pass
+
+
+def test_messages_are_broken_between_words_on_a_terminal_only(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "runs/" + "long-" * 12
+    message = f"{path}: a run of somebody else. Resume it with: fl-lightning fit --resume x"
+    for stream in (Screen, io.StringIO):
+        monkeypatch.setattr("sys.stderr", stream())
+        print_to_stderr(message)
+        lines = sys.stderr.getvalue().splitlines()
+        if stream is Screen:
+            assert " ".join(lines) == f"fl-lightning: {message}"
+            assert [line for line in lines if len(line) > 40] == [f"{path}:"]
+        else:
+            assert lines == [f"fl-lightning: {message}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda n: Interrupted(n, "stopped by a signal after round 3 of 5"), "stopped by a signal after round 3 of 5"),
+        (Stopped, "stopped by {}"),
+    ],
+    ids=["run", "other"],
+)
+def test_a_signal_is_no_error(number, error, message, monkeypatch):
+    def interrupted(*args):
+        raise error(number)
+
+    monkeypatch.setattr("fl_lightning.cli.commands.list.main", interrupted)
+    code, out, err = run("list")
+    assert (code, out) == (128 + number, "")
+    assert err == f"fl-lightning: {message.format(number.name)}\n"
 
 
 # --- Environment variables ---

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from fl_lightning.cli import catalogue
+from fl_lightning.cli.options import options_of
 from fl_lightning.core.references import (
     PACKAGE,
     VENUE_FIELDS,
@@ -16,9 +17,11 @@ from fl_lightning.core.references import (
 
 OURS = {"Local"}
 """Methods that no paper introduces."""
-OTHER_CLASSES = {"DPSGD", "LoRA", "ReferenceKnowledge", "StructuralKnowledge", "SharedGenerator", "SoftLabels"}
+OTHER_CLASSES = {"LoRA", "ReferenceKnowledge", "StructuralKnowledge", "SharedGenerator", "SoftLabels"}
 OTHER_CLASSES |= {"ClassShares", "FeatureStatistics", "UnitRepresentation"}
-"""Classes with a source that `fl-lightning list` does not list: parts of configs, and shared knowledge."""
+"""Classes with a source that `fl-lightning list` does not list: parts of models, and shared knowledge."""
+KEYS = {"dp_sgd", "mixup", "cutmix", "long_tail"}
+"""Keys of a config with a source."""
 
 ENTRY = ["@article{a2020b,", "  title = {On {SGD}},", "  keywords = {FedAvg, FedProx},", "}"]
 
@@ -32,9 +35,9 @@ def test_every_method_has_a_source():
 
 @pytest.mark.parametrize("one", all_references(), ids=lambda one: one.key)
 def test_entries_are_complete(one):
-    required = {"title", "author", "year", VENUE_FIELDS[one.kind]} | ({"url"} if PACKAGE not in one.classes else set())
+    required = {"title", "author", "year", VENUE_FIELDS[one.kind]} | ({"url"} if PACKAGE not in one.names else set())
     assert set(one.fields) == required
-    assert one.classes
+    assert one.names
     assert re.fullmatch(r"[a-z]+(19|20)\d\d[a-z0-9]+|fllightning", one.key)
     assert str(one.year) in one.key or one.key == "fllightning"
     assert one.url is None or re.fullmatch(r"https?://\S+", one.url)
@@ -52,14 +55,15 @@ def test_the_key_is_the_first_author_and_the_year():
         return re.sub(r"[^a-z]", "", name.lower().replace("ý", "y").replace("č", "c").removeprefix("t. "))
 
     for one in all_references():
-        if PACKAGE not in one.classes:
+        if PACKAGE not in one.names:
             assert one.key.startswith(plain(one.fields["author"].partition(",")[0]) + str(one.year)), one.key
 
 
-def test_keywords_are_classes():
+def test_keywords_are_classes_or_keys():
     known = {name for kind in catalogue.BASES for name in catalogue.classes_of(kind)}
-    named = {name for one in all_references() for name in one.classes}
-    assert named - known == OTHER_CLASSES | {PACKAGE}
+    named = {name for one in all_references() for name in one.names}
+    assert named - known == OTHER_CLASSES | KEYS | {PACKAGE}
+    assert {f"scenario.{key}" if key == "long_tail" else key for key in KEYS} <= options_of("fit").keys()
 
 
 def test_main_source_is_the_first():
@@ -72,7 +76,7 @@ def test_a_reference_as_text():
     (one,) = parse_references(["% comment", "", *ENTRY])
     assert one.bibtex() == "@article{a2020b,\n  title = {On {SGD}},\n}"
     assert one.title == "On SGD"
-    assert one.classes == ("FedAvg", "FedProx")
+    assert one.names == ("FedAvg", "FedProx")
     mcmahan = read_references()["FedAvg"]
     assert mcmahan.authors[0] == "H. Brendan McMahan"
     assert mcmahan.authors[-1] == "Blaise Agüera y Arcas"

@@ -54,7 +54,7 @@ def test_the_snippets_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
                 assert code == 0, f"{command}\n{err}"
                 assert len(rows(Path(f"run{commands}"))) == 1
                 commands += 1
-    assert commands == 12
+    assert commands == 11
 
 
 @pytest.mark.thorough

@@ -581,4 +581,4 @@ class Broken(TaskServer):
 def test_an_actor_raises_the_error_of_its_server(monkeypatch):
     monkeypatch.setattr(ray, "TaskServer", Broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        ray.RemoteServer(1, {}, []).serve([], None)
+        ray.RemoteServer(1, {}, []).load([], {}, [])

@@ -183,7 +183,7 @@ def occupied(cluster, engine):
 def test_a_run_waits_for_free_cores_and_says_so(tmp_path, occupied, monkeypatch, capfd):
     monkeypatch.setattr("fl_lightning.engines.ray.REPORT", 0.5)
     experiment(tmp_path, rounds=1, engine=Busy(occupied, workers=1)).fit()
-    line = "engine: waiting for 1 CPU to start an actor. The cluster has 0 of 2 CPU free."
+    line = "engine: 0 of 1 workers have started. Each needs 1 CPU; 0 of 2 CPUs are free."
     assert line in capfd.readouterr().err
 
 
@@ -216,6 +216,7 @@ def test_workers_that_no_machine_has_room_for_are_refused(tmp_path, cluster):
         ({"workers": 0}, "engine.workers: 0 is below 1"),
         ({"threads": 0}, "engine.threads: 0 is below 1"),
         ({"gpus": -0.5}, "engine.gpus: -0.5 is below 0"),
+        ({"timeout": 0}, "engine.timeout: 0 is not above 0"),
     ],
 )
 def test_bad_arguments_are_named(arguments, words):

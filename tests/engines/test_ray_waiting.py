@@ -2,7 +2,9 @@
 
 import itertools
 import socket
+import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.engines import RayEngine
 from fl_lightning.engines import ray as ray_engine
+from fl_lightning.engines.pool import WorkerLost
 from fl_lightning.engines.ray import Actor, check_address
 
 
@@ -49,25 +52,25 @@ def waiting(monkeypatch, cluster, **options):
 
 
 def test_what_is_waited_for_is_printed_every_few_seconds(monkeypatch, capsys):
-    engine = waiting(monkeypatch, Cluster(polls=12))
+    engine = waiting(monkeypatch, Cluster(polls=48))
     (actor,) = engine.wait_for_answers()
     assert actor is engine.pool_workers[0]
     assert (
         capsys.readouterr().err.splitlines()
-        == ["engine: waiting for 1 CPU to start an actor. The cluster has 0 of 2 CPU free."] * 2
+        == ["engine: 0 of 1 workers have started. Each needs 1 CPU; 0 of 2 CPUs are free."] * 2
     )
 
 
 def test_gpus_and_fractions_are_printed(monkeypatch, capsys):
-    cluster = Cluster(6, {"CPU": 7.0, "GPU": 0.25}, {"CPU": 8.0, "GPU": 1.0})
+    cluster = Cluster(24, {"CPU": 7.0, "GPU": 0.25}, {"CPU": 8.0, "GPU": 1.0})
     waiting(monkeypatch, cluster, threads=2, gpus=0.5).wait_for_answers()
-    assert "waiting for 2 CPU and 0.5 GPU" in (text := capsys.readouterr().err)
-    assert "7 of 8 CPU free and 0.25 of 1 GPU free" in text
+    assert "Each needs 2 CPU and 0.5 GPU" in (text := capsys.readouterr().err)
+    assert "7 of 8 CPUs and 0.25 of 1 GPUs are free" in text
 
 
 def test_nothing_is_printed_if_an_actor_starts_soon_or_has_started(monkeypatch, capsys):
-    waiting(monkeypatch, Cluster(polls=3)).wait_for_answers()
-    engine = waiting(monkeypatch, Cluster(polls=40))
+    waiting(monkeypatch, Cluster(polls=12)).wait_for_answers()
+    engine = waiting(monkeypatch, Cluster(polls=160))
     engine.pool_workers[0].started = True  # it loads the experiment, or trains
     engine.wait_for_answers()
     assert not capsys.readouterr().err
@@ -122,16 +125,45 @@ def test_an_address_without_a_port_is_left_to_ray(monkeypatch, address):
     check_address(address)
 
 
-def test_an_open_port_is_left_to_ray_and_its_exit_becomes_an_error(monkeypatch):
-    """Ray ends the process if another service than a cluster listens there."""
+@pytest.fixture
+def service():
+    """Listens on a port, and answers each connection with these bytes; return the address and the setter."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answers = []
 
+        def serve():
+            with suppress(OSError):
+                while True:
+                    channel = server.accept()[0]
+                    channel.sendall(*answers)
+                    answers.append(channel)  # keeps it open
+
+        def start(answer):
+            answers.append(answer)
+            threading.Thread(target=serve, daemon=True).start()
+            return f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield start
+        for channel in answers[1:]:
+            channel.close()
+
+
+def test_the_exit_of_ray_becomes_an_error(monkeypatch, service):
     def init(*_, **__):
         raise SystemExit(15)
 
     package = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match=r"^engine.address: "):
-        RayEngine(address=f"127.0.0.1:{server.getsockname()[1]}").connect()
+    with pytest.raises(ConfigError, match=r"^engine.address: "):
+        RayEngine(address=service(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))).connect()
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+def test_another_service_or_a_frozen_one_is_refused(monkeypatch, service, answer):
+    """Ray itself waits 200 seconds for it."""
+    monkeypatch.setattr(ray_engine, "CONNECT", 0.2)
+    with pytest.raises(ConfigError, match=r"^engine.address: "):
+        check_address(service(answer))
 
 
 def test_an_actor_has_started_once_it_has_answered(monkeypatch):
@@ -145,3 +177,74 @@ def test_an_actor_has_started_once_it_has_answered(monkeypatch):
     assert not actor.started
     assert actor.answer() == "answer"
     assert actor.started
+
+
+# --- Time limits ---
+
+
+class TimedCluster(Cluster):
+    """A cluster with one actor that loads the experiment, and never answers to a task."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+    killed = False
+
+    def remote(self, **needs):
+        methods = {name: SimpleNamespace(remote=lambda *request: object()) for name in ("load", "serve")}
+        return lambda kind: SimpleNamespace(remote=lambda *arguments: SimpleNamespace(**methods))
+
+    def kill(self, actor):
+        self.killed = True
+
+    def get(self, reference):
+        if self.killed:
+            raise RuntimeError
+        return []
+
+
+def test_an_actor_that_takes_too_long_is_killed_and_named(monkeypatch):
+    cluster = TimedCluster()
+    engine = waiting(monkeypatch, cluster, timeout=3.0)
+    monkeypatch.setattr(ray_engine, "deserialize", lambda parts, copy: "answer")
+    (actor,) = engine.pool_workers
+    for _ in range(36):
+        engine._wait(1.0)  # to start an actor, and to load the experiment, may take longer
+    assert not cluster.killed
+    assert actor.answer() == "answer"
+    actor.ready = True
+    actor.send("task", {})
+    for _ in range(12):
+        assert not cluster.killed
+        engine._wait(1.0)
+    with pytest.raises(WorkerLost, match="after 3 seconds without an answer"):
+        actor.answer()
+
+
+def test_without_a_timeout_no_actor_is_killed(monkeypatch):
+    cluster = TimedCluster()
+    engine = waiting(monkeypatch, cluster)
+    engine.pool_workers[0].ready = True
+    engine.pool_workers[0].send("task", {})
+    for _ in range(100):
+        engine._wait(60.0)
+    assert not cluster.killed
+
+
+# --- Runtime environments ---
+
+
+@pytest.mark.parametrize(
+    ("environment", "key"),
+    [
+        ({"working_dir": "nowhere"}, "engine.runtime_env.working_dir: nowhere"),
+        ({"py_modules": ["s3://bucket/package.zip", "nowhere.whl"]}, "engine.runtime_env.py_modules: nowhere.whl"),
+    ],
+)
+def test_a_missing_file_of_the_runtime_environment_is_named(environment, key):
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        RayEngine(runtime_env=environment)
+
+
+def test_a_connection_without_the_runtime_environment_is_refused(monkeypatch):
+    monkeypatch.setattr(ray_engine, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: True))
+    with pytest.raises(ConfigError, match=r"^engine.runtime_env: "):
+        RayEngine(runtime_env={"env_vars": {"A": "1"}}).connect()

@@ -153,7 +153,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder, federation, number):
     after_round(remote, random.Random(number))
     fit.send_signal(number)
     assert fit.wait(60) == 128 + number
-    done = f"fl-lightning: error: stopped by {number.name} after round {len(rows(remote))} of 12; "
+    done = f"fl-lightning: stopped by {number.name} after round {len(rows(remote))} of 12; "
     assert last_line(folder) == f"{done}resume it with: fl-lightning fit --resume {remote}"
     assert federation.fit("--resume", remote).wait(120) == 0
     assert_same(alone, remote)

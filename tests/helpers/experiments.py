@@ -46,9 +46,6 @@ class NoDropout(NormMLP):
 class Silent(RoundProgress):
     """A progress callback that shows nothing."""
 
-    def __init__(self) -> None:
-        self._live = None
-
     def on_fit_start(self, run):
         pass
 

@@ -20,7 +20,7 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.loggers import files as file_loggers
 from fl_lightning.loggers.base import Beginning, Labels, RoundLogger
 from fl_lightning.loggers.collection import Loggers
-from fl_lightning.loggers.files import CSVLogger, MLFlowLogger
+from fl_lightning.loggers.files import CSVLogger, MLFlowLogger, TensorBoardLogger
 from fl_lightning.loggers.wandb import WandbRoundLogger
 from fl_lightning.runs.folder import WRITTEN_NAMES
 
@@ -88,7 +88,7 @@ def series(run_dir):
     found = {int(row["round"]): {k: float(v) for k, v in row.items() if v and k != "round"} for row in rows(run_dir)}
     for row in rows(run_dir, "clients.csv"):
         own = {k: float(v) for k, v in row.items() if v and k not in ("round", "client")}
-        found[int(row["round"])] |= {f"client_{row['client']}/{k}": v for k, v in own.items()}
+        found[int(row["round"])] |= {f"client_{k}/{row['client']}": v for k, v in own.items()}
     return found
 
 
@@ -215,12 +215,12 @@ def test_loggers_write_the_metrics_to_the_run_folder(tmp_path):
     tiny(tmp_path / "run", "--rounds", "2", "--logger", f"[{', '.join(LOCAL)}]", "--callbacks", drift)
     assert_close(csv_logs(tmp_path / "run"), series(tmp_path / "run"))
     calls = events(tmp_path / "run" / "tensorboard")
-    assert calls.pop(0) == {"hp_metric": -1.0}
-    assert_close(calls, series(tmp_path / "run"))
+    assert_close(calls, series(tmp_path / "run"))  # without hp_metric
     accumulator = event_accumulator(tmp_path / "run" / "tensorboard")
-    (image,) = accumulator.Images("figures/drift")
-    assert image.step == 2
-    assert image.width > 100
+    for name in ("drift", "partition", "curves"):
+        (image,) = accumulator.Images(f"figures/{name}")
+        assert image.step == 2
+        assert image.width > 100
     for place in ("csv_logs", "tensorboard"):
         assert yaml.safe_load((tmp_path / "run" / place / "hparams.yaml").read_text())["rounds"] == 2
     assert {path.name for path in (tmp_path / "run").iterdir()} <= set(WRITTEN_NAMES)
@@ -250,9 +250,30 @@ def test_resumed_run_continues_the_files_of_loggers(tmp_path, harm):
     assert outcome.code == 0, outcome.err
     assert_close(csv_logs(run_dir), series(run_dir))
     calls = events(run_dir / "tensorboard")
-    calls.pop(0)
     assert_close(calls, series(run_dir))
     assert set(csv_logs(run_dir)) == {1, 2, 3, 4, 5}
+
+
+def test_tensorboards_table_of_hyperparameters_has_the_main_metrics(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    def table(folder):
+        """Return the columns of the table: names of hyperparameters and of metrics."""
+        plugin = event_accumulator(folder).summary_metadata["_hparams_/experiment"].plugin_data
+        experiment = HParamsPluginData.FromString(plugin.content).experiment
+        return [one.name for one in experiment.hparam_infos], [one.name.tag for one in experiment.metric_infos]
+
+    logger = TensorBoardLogger()
+    logger.begin(Beginning(tmp_path, {"rounds": 2, "algorithm": {"mu": 0.5}}, LABELS, 0))
+    logger.log_metrics({"time/round_s": 1.0}, step=1)  # not evaluated
+    for step in (2, 3):
+        logger.log_metrics({"global/acc": step / 4, "client/acc_mean": 0.25, "global/loss": 2.0}, step=step)
+    logger.finalize("success")
+    assert table(tmp_path / "tensorboard") == (["rounds", "algorithm/mu"], ["global/acc", "client/acc_mean"])
+    accuracy = {"global/loss": 2.0, "client/acc_mean": 0.25}
+    rounds = {1: {"time/round_s": 1.0}, 2: accuracy | {"global/acc": 0.5}, 3: accuracy | {"global/acc": 0.75}}
+    assert_close(events(tmp_path / "tensorboard"), rounds)
 
 
 def test_resume_before_the_first_row_begins_a_new_file(tmp_path):

@@ -13,6 +13,7 @@ import wandb
 import yaml
 from commands import TINY, contents, rows, run, summary, tiny
 from experiments import client_series, experiment
+from matplotlib.image import imread
 from wandb_files import Logged, of_kind, summary_of, values
 
 import fl_lightning
@@ -45,7 +46,7 @@ def history(found):
 
 def metrics(row):
     """Return the part of a row that is in metrics.csv and clients.csv."""
-    apart = ("_", "partition.", *FIGURES)
+    apart = ("_", "partition.", "figures/")
     return {name: value for name, value in row.items() if not name.startswith(apart)}
 
 
@@ -147,15 +148,29 @@ def test_each_round_is_one_row_with_its_images(logged):
     assert captions == [[None, ["round 1"], ["round 2"], ["round 3"]], [None, None, ["round 2"], ["round 3"]]]
 
 
+def test_the_last_round_has_images_of_the_partition_and_the_curves(logged):
+    """The last round of the run before the resume, and the one of the resumed run."""
+    actual = history(logged.records)
+    for name in ("partition", "curves"):
+        captions = [row.get(f"figures/{name}.captions") for row in actual]
+        assert captions == [None, None, [name], [name]]
+        for part, row in ((logged.paths[0], actual[2]), (logged.paths[1], actual[3])):
+            (file,) = row[f"figures/{name}.filenames"]
+            image = imread(part.parent / "files" / file)
+            assert image.shape[1] == {"partition": 2025, "curves": 975}[name]  # 6.75 and 3.25 inches
+            assert image.std() > 0.01
+
+
 def test_history_equals_metrics_csv_and_clients_csv(logged):
     actual = history(logged.parts[0])[1:]
     for row, expected in zip(actual, rows(logged.run_dir)[:2], strict=True):
-        series = client_series(logged.run_dir, row["round"])
+        own = client_series(logged.run_dir, row["round"])  # client_3/acc
+        series = {"client_{1}/{0}".format(*key.removeprefix("client_").split("/")): own[key] for key in own}
         assert metrics(row) == {name: float(text) for name, text in expected.items() if text} | series
     names = actual[0].keys()
     assert {"global/acc", "global/loss", "client/acc_mean", "client/acc_std", "client/train_loss"} <= names
     assert {"comm/up_bytes", "comm/down_bytes", "comm/total_bytes"} <= names
-    assert {f"client_{k}/{what}" for k in range(4) for what in ("acc", "train_loss")} <= names
+    assert {f"client_{what}/{k}" for k in range(4) for what in ("acc", "train_loss")} <= names
 
 
 def test_config_is_logged_with_keys_to_filter_by(logged):

@@ -11,14 +11,8 @@ from run_folders import ROUNDS, write_run
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.runs.curves import mean_curve, x_values
-from fl_lightning.runs.paper_figure import (
-    FILES,
-    STYLE,
-    Curve,
-    add_legend,
-    draw_curves,
-    paper_figure,
-)
+from fl_lightning.runs.figure_style import FILES, figure_style
+from fl_lightning.runs.paper_figure import Curve, add_legend, draw_curves, paper_figure
 from fl_lightning.runs.reader import open_run_folder
 from fl_lightning.runs.styles import LINE_STYLES, MARKERS, numbered_styles
 
@@ -88,10 +82,10 @@ def test_a_run_plots_the_models_accuracies(tmp_path):
         [[1, 50], [2, 50], [3, 50]],
     ]
     assert [text.get_text() for text in figure.legends[0].texts] == ["global acc", "client acc"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("round", "acc (%)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Communication rounds", "Test accuracy (%)")
     assert run.plot("global/acc", "global/loss").axes[0].get_ylabel() == ""
     (axes,) = run.plot("global/loss", x="seconds", width=5).axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("time (s)", "global loss")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Wall-clock time (s)", "Test loss")
     assert axes.figure.get_figwidth() == 5
     assert not axes.figure.legends
     for wrong, message in [({"width": "page"}, "width: 'page' is unknown"), ({"width": 0.5}, r"outside \[1, 50\]")]:
@@ -122,7 +116,7 @@ def test_files_embed_their_fonts_and_do_not_depend_on_where_they_are_saved(tmp_p
     assert re.search(rb"/FontFile2 \d+ 0 R", pdf)
     assert b"/Type3" not in pdf
     svg = drawn(run.plot())  # a script that sets no style
-    with rc_context(STYLE):
+    with rc_context(figure_style()):
         assert drawn(run.plot()) == svg
     (axes,) = figure.axes
     assert {label.get_fontsize() for label in axes.get_xticklabels()} == {7}
@@ -135,7 +129,7 @@ def test_files_embed_their_fonts_and_do_not_depend_on_where_they_are_saved(tmp_p
 def test_legend_is_read_line_by_line_and_fits_the_width(count):
     names = [f"method{'x' * (i % 4)} {i}" for i in range(count)]
     curve = Curve(np.array([1.0]), np.array([0.5]), None, (1, 1))
-    with rc_context(STYLE):
+    with rc_context(figure_style()):
         figure, places = paper_figure("column")
         lines = draw_curves(places, [dict.fromkeys(names, curve)], numbered_styles(names), "round")
         add_legend(figure, lines)
@@ -154,7 +148,7 @@ NAMES = ["$\\frac$", "_hidden", "a\nb", "x" * 300, "é\x1b[31m\udcff"]
 
 def test_any_name_is_drawn_as_text():
     curve = Curve(np.array([1.0, 2.0]), np.array([0.5, np.nan]), np.array([0.1, np.nan]), (2, 2))
-    with rc_context(STYLE):
+    with rc_context(figure_style()):
         figure, places = paper_figure("column")
         add_legend(figure, draw_curves(places, [dict.fromkeys(NAMES, curve)], numbered_styles(NAMES), "round"))
     assert drawn(figure)
@@ -171,12 +165,12 @@ def test_any_name_is_drawn_as_text():
 @pytest.mark.parametrize(
     ("x", "largest", "label", "place"),
     [
-        ("bytes", 3.2e9, "communication (GB)", 3.2),
-        ("bytes", 999, "communication (B)", 999),
-        ("bytes", 0, "communication (B)", 0),
-        ("seconds", 90, "time (min)", 1.5),
-        ("seconds", 7200, "time (h)", 2),
-        ("round", 7200, "round", 7200),
+        ("bytes", 3.2e9, "Total communication (GB)", 3.2),
+        ("bytes", 999, "Total communication (B)", 999),
+        ("bytes", 0, "Total communication (B)", 0),
+        ("seconds", 90, "Wall-clock time (min)", 1.5),
+        ("seconds", 7200, "Wall-clock time (h)", 2),
+        ("round", 7200, "Communication rounds", 7200),
     ],
 )
 def test_x_axis_has_a_unit_of_its_size(x, largest, label, place):

@@ -229,6 +229,7 @@ OPENERS = {
     "compare": ["compare", "theirs"],
     "plot": ["plot", "theirs", "-o", "out/figure.pdf"],
     "watch": ["watch", "theirs", "--once"],
+    "cite": ["cite", "theirs"],
     "load": None,
 }
 
@@ -264,7 +265,7 @@ def surrounding_files(root):
 
 NAMED = list(CASES)
 SAMPLE = [(("test", "resume", "export")[i % 3], NAMED[i]) for i in range(0, len(NAMED), 4)]
-SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load", "plot"])]
+SAMPLE += [(opener, NAMED[7 * i]) for i, opener in enumerate(["report", "compare", "watch", "load", "plot", "cite"])]
 
 
 @pytest.mark.fast_cases(5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from experiments import ONE_EPOCH, experiment, same_bytes, untimed
-from killed_runs import FIVE, command_line, survive_kills
+from killed_runs import FIRST_ROUND, FIVE, command_line, survive_kills
 from methods import CLASSES
 
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedDW, FedSiamDA, FedSKC
@@ -126,6 +126,32 @@ def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
 @pytest.mark.thorough
 def test_a_killed_command_resumes_to_the_same_bytes(tmp_path):
     survive_kills(command_line("fedsiam_da", "--rounds", "3"), tmp_path, 1)
+
+
+STATEFUL = {
+    "CenteredClipping": [
+        *("--algorithm.aggregator=CenteredClipping", "--algorithm.aggregator.tau=1"),
+        *("--adversary=GaussianNoise", "--adversary.clients=0.3"),
+    ],
+    "residuals": ["--compression=TopK", "--compression.keep=0.05", "--download_compression=QSGD"],
+    "PrivateMean": [
+        *("--client_sampler=PoissonSampling", "--clients_per_round=5", "--min_clients=0"),
+        *("--algorithm.aggregator=PrivateMean", "--algorithm.aggregator.noise=0.5"),
+        *("--algorithm.aggregator.quantile=0.5", "--algorithm.aggregator.delta=0.001"),
+    ],
+    "dp_sgd": ["--dp_sgd.clip=1", "--dp_sgd.noise=1", "--clients_per_round=5"],
+    "AFL": ["--algorithm=AFL", "--clients_per_round=5"],
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:algorithm.aggregator. only the global model:UserWarning")
+@pytest.mark.parametrize("part", STATEFUL)
+def test_killed_run_keeps_what_attacks_privacy_and_compression_remember(tmp_path, part):
+    """It is killed after round 1, so there is a state: of the rule, the clients, the clip, or the accountant."""
+    if part in {"PrivateMean", "dp_sgd"}:
+        pytest.importorskip("opacus")
+    survive_kills(command_line("fedavg", *STATEFUL[part]), tmp_path, 1, begun=FIRST_ROUND)
 
 
 @pytest.mark.slow

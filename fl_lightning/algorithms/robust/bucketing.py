@@ -23,8 +23,9 @@ class Bucketing(PreAggregator, Aggregator):
     """Average the models of random groups (buckets) of `size` clients, then apply a robust rule to the averages.
 
     The averages of honest clients differ less than their models do, which helps if data are not IID. The rule sees
-    ⌈n / size⌉ vectors, and its f counts those with an attacker: as many as attackers, at worst. All clients weigh the
-    same; a last bucket can be smaller. With `size` 1 it is the rule itself, bit for bit.
+    ⌈n / size⌉ vectors, and its f counts those with an attacker: as many as attackers, at worst. So if f is a share, it
+    is one of the clients. All clients weigh the same; a last bucket can be smaller. With `size` 1 it is the rule
+    itself, bit for bit.
 
     Args:
         inner: The robust rule; `Median` by default.
@@ -39,10 +40,10 @@ class Bucketing(PreAggregator, Aggregator):
         super().__init__(inner or Median())
         self.size = size
 
-    def shortage(self, count: int) -> str | None:
+    def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small for the inner rule, or None."""
         buckets = math.ceil(count / self.size)
-        reason = self.rule.shortage(buckets)
+        reason = self.rule.shortage(buckets, count if clients is None else clients)
         return reason and f"{reason}, the buckets of {count} models"
 
     def extremes(self, count: int) -> int:

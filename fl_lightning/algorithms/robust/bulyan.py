@@ -11,10 +11,9 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.krum import krum_order
 from fl_lightning.algorithms.robust.median import median
-from fl_lightning.algorithms.robust.rule import RobustRule
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
 from fl_lightning.algorithms.robust.trimmed_mean import mean_of_lowest
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -43,22 +42,24 @@ class Bulyan(RobustRule, Aggregator):
     All clients weigh the same. With f 0 it is the unweighted mean, bit for bit.
 
     Args:
-        f: Number of attackers to tolerate, 0 or more. A round needs at least 4f + 3 models.
+        f: Number of attackers to tolerate, 0 or more, or their share below 1 of a round's clients, rounded up. A round
+            needs at least 4f + 3 models.
 
     Raises:
-        ConfigError: `f` is below 0.
+        ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
     needs = (4, 3)
 
-    def __init__(self, f: int = 1) -> None:
-        check_number("algorithm.aggregator.f", f, "[0, inf)")
-        self.f: int = f
+    def __init__(self, f: Tolerated = 1) -> None:
+        check_tolerated(f)
+        self.f: Tolerated = f
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the mean of the values around the median, among the vectors that Krum has chosen."""
-        chosen = torch.tensor(select_by_krum(vectors.squared_distances(), self.f))
-        keep = len(chosen) - 2 * self.f
+        f = tolerated(self.f, vectors.clients)
+        chosen = torch.tensor(select_by_krum(vectors.squared_distances(), f))
+        keep = len(chosen) - 2 * f
 
         def central_mean(rows: Tensor) -> Tensor:
             return mean_of_lowest(rows, (rows - median(rows)).abs(), 0, keep)

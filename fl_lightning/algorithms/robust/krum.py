@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.robust.rule import RobustRule
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
 from fl_lightning.core.errors import check_number
 from fl_lightning.core.flat_tensors import Tensors
@@ -40,33 +40,34 @@ class MultiKrum(RobustRule, Aggregator):
     same. With f 0 and the default m it is the unweighted mean, bit for bit.
 
     Args:
-        f: Number of attackers to tolerate, 0 or more. A round needs at least 2f + 3 models.
+        f: Number of attackers to tolerate, 0 or more, or their share below 1 of a round's clients, rounded up. A round
+            needs at least 2f + 3 models.
         m: Number of models to average; by default n - f. The paper's guarantee is for at most n - f - 2.
 
     Raises:
-        ConfigError: `f` is below 0, or `m` below 1.
+        ConfigError: `f` is below 0, or neither a number nor a share, or `m` below 1.
     """
 
     needs = (2, 3)
 
-    def __init__(self, f: int = 1, m: int | None = None) -> None:
-        check_number("algorithm.aggregator.f", f, "[0, inf)")
+    def __init__(self, f: Tolerated = 1, m: int | None = None) -> None:
+        check_tolerated(f)
         check_number("algorithm.aggregator.m", m, "[1, inf)")
-        self.f: int = f
+        self.f: Tolerated = f
         self.m = m
 
-    def shortage(self, count: int) -> str | None:
+    def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small, or None."""
         if self.m is not None and self.m > count:
             return f"{type(self).__name__} with m {self.m} needs at least {self.m} models a round, not {count}"
-        return super().shortage(count)
+        return super().shortage(count, clients)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the mean of the vectors with the lowest scores."""
-        n = vectors.count
-        order = krum_order(vectors.squared_distances(), n - self.f - 2)
+        n, f = vectors.count, tolerated(self.f, vectors.clients)
+        order = krum_order(vectors.squared_distances(), n - f - 2)
         chosen = torch.zeros(n, dtype=torch.float64)
-        chosen[order[: n - self.f if self.m is None else self.m]] = 1.0
+        chosen[order[: n - f if self.m is None else self.m]] = 1.0
         return vectors.combine(vectors.coefficients(chosen))
 
 
@@ -76,11 +77,12 @@ class Krum(MultiKrum):
     The score of a model is the sum of its squared distances to its n - f - 2 nearest neighbours.
 
     Args:
-        f: Number of attackers to tolerate, 0 or more. A round needs at least 2f + 3 models.
+        f: Number of attackers to tolerate, 0 or more, or their share below 1 of a round's clients, rounded up. A round
+            needs at least 2f + 3 models.
 
     Raises:
-        ConfigError: `f` is below 0.
+        ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
-    def __init__(self, f: int = 1) -> None:
+    def __init__(self, f: Tolerated = 1) -> None:
         super().__init__(f, 1)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.median import Median
-from fl_lightning.algorithms.robust.rule import PreAggregator
+from fl_lightning.algorithms.robust.rule import PreAggregator, Tolerated, check_tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -36,24 +35,25 @@ class NearestNeighborMixing(PreAggregator, Aggregator):
 
     Args:
         inner: The robust rule; `Median` by default. Set its own f, too.
-        f: Number of attackers to tolerate, 0 or more. A round needs at least 2f + 1 models.
+        f: Number of attackers to tolerate, 0 or more, or their share below 1 of a round's clients, rounded up. A round
+            needs at least 2f + 1 models.
 
     Raises:
-        ConfigError: `f` is below 0, or `inner` is no robust rule, or weights clients.
+        ConfigError: `f` is below 0, or neither a number nor a share, or `inner` is no robust rule, or weights clients.
     """
 
     needs = (2, 1)
 
-    def __init__(self, inner: Aggregator | None = None, f: int = 1) -> None:
-        check_number("algorithm.aggregator.f", f, "[0, inf)")
+    def __init__(self, inner: Aggregator | None = None, f: Tolerated = 1) -> None:
+        check_tolerated(f)
         super().__init__(inner or Median())
-        self.f: int = f
+        self.f: Tolerated = f
 
-    def shortage(self, count: int) -> str | None:
+    def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small for this or the inner rule, or None."""
-        return super().shortage(count) or self.rule.shortage(count)
+        return super().shortage(count, clients) or self.rule.shortage(count, clients)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the inner rule's mean of the neighbourhoods' means."""
-        members = nearest(vectors.squared_distances(), vectors.count - self.f)
+        members = nearest(vectors.squared_distances(), vectors.count - tolerated(self.f, vectors.clients))
         return self.rule.combine(vectors.averaged(members), round)

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.vectors import Vectors
 from fl_lightning.core.arguments import ArgumentsMixin
-from fl_lightning.core.errors import ConfigError, TooFewClients
+from fl_lightning.core.errors import ConfigError, TooFewClients, check_number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.message import Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, parameter_names
 
+Tolerated = int | float
+"""f, the number of attackers to tolerate: a number of clients, or a share below 1 of a round's clients, rounded up."""
+
 CENTRE = "centre"
 """The section of the state with the last aggregated update, from which `CenteredClipping` clips."""
+
+
+def check_tolerated(f: Tolerated) -> None:
+    """Check the option `f` of a rule.
+
+    Raises:
+        ConfigError: It is below 0, or above 1 and not whole.
+    """
+    check_number("algorithm.aggregator.f", f, "[0, inf)")
+    if f >= 1 and f != int(f):
+        fix = "Give a number of clients, such as 2, or a share of them below 1, such as 0.2"
+        raise ConfigError(f"algorithm.aggregator.f: {f} is neither. {fix}.")
+
+
+def tolerated(f: Tolerated | None, clients: int) -> int:
+    """Return f for a round of some clients: a share of them below 1 is rounded up. None is 0.
+
+    Example:
+        >>> tolerated(0.2, 11), tolerated(2, 11)
+        (3, 2)
+    """
+    f = f or 0
+    return int(f) if f >= 1 else math.ceil(f * clients - 1e-9)  # 0.1 x 30 is above 3
 
 
 class RobustRule(ArgumentsMixin):
@@ -26,7 +54,7 @@ class RobustRule(ArgumentsMixin):
     integer entries (`num_batches_tracked`), the largest is kept after `extremes` of the largest are left out.
 
     Attributes:
-        f: Number of attackers that the rule assumes. Rules without this option do not need it.
+        f: Number of attackers that the rule assumes, or their share. Rules without this option do not need it.
         needs: a and b of the smallest number of models, `a f + b`.
         weighting: How clients weigh: most rules take all as equal, because a client can send any number of samples.
     """
@@ -34,7 +62,7 @@ class RobustRule(ArgumentsMixin):
     is_mean = True
     buffers: frozenset[str] = frozenset()
     weighting = "uniform"
-    f: int | None = None
+    f: Tolerated | None = None
     needs: tuple[int, int] = (0, 1)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
@@ -46,15 +74,23 @@ class RobustRule(ArgumentsMixin):
         """
         raise NotImplementedError
 
-    def shortage(self, count: int) -> str | None:
-        """Return why a number of models is too small for the rule, or None if it is large enough."""
-        (factor, more), f = self.needs, self.f or 0
+    def shortage(self, count: int, clients: int | None = None) -> str | None:
+        """Return why a number of models is too small for the rule, or None if it is large enough.
+
+        Args:
+            count: Number of models.
+            clients: Number of clients, of which `f` can be a share. By default that of the models.
+        """
+        clients = count if clients is None else clients
+        (factor, more), f = self.needs, tolerated(self.f, clients)
         if count >= factor * f + more:
             return None
         name = type(self).__name__
         if self.f is None:
             return f"{name} needs at least {more} models a round, not {count}"
-        return f"{name} with f {f} needs at least {factor * f + more} models a round ({factor}f + {more}), not {count}"
+        given = f"{f}, {self.f:g} of {clients} clients," if 0 < self.f < 1 else f
+        needed = f"{factor * f + more} models a round ({factor}f + {more})"
+        return f"{name} with f {given} needs at least {needed}, not {count}"
 
     def require_uploads(self, count: int) -> None:
         """Check before round 1 that a round has enough clients.
@@ -71,7 +107,7 @@ class RobustRule(ArgumentsMixin):
 
         By default f. Rules without f leave out all above the median.
         """
-        return (count - 1) // 2 if self.f is None else min(self.f, count - 1)
+        return (count - 1) // 2 if self.f is None else min(tolerated(self.f, count), count - 1)
 
     def begin(self, round: Round) -> RobustMean:
         """Return an empty robust mean."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.robust.rule import RobustRule
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -43,19 +42,20 @@ class TrimmedMean(RobustRule, Aggregator):
     All clients weigh the same. With f 0 it is the unweighted mean, bit for bit.
 
     Args:
-        f: Number of attackers to tolerate, 0 or more. A round needs at least 2f + 1 models.
+        f: Number of attackers to tolerate, 0 or more, or their share below 1 of a round's clients, rounded up. A round
+            needs at least 2f + 1 models.
 
     Raises:
-        ConfigError: `f` is below 0.
+        ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
     needs = (2, 1)
 
-    def __init__(self, f: int = 1) -> None:
-        check_number("algorithm.aggregator.f", f, "[0, inf)")
-        self.f: int = f
+    def __init__(self, f: Tolerated = 1) -> None:
+        check_tolerated(f)
+        self.f: Tolerated = f
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the trimmed mean of each element."""
-        keep = vectors.count - 2 * self.f
-        return vectors.map(lambda chunk: mean_of_lowest(chunk.rows, chunk.rows, self.f, keep))
+        f = tolerated(self.f, vectors.clients)
+        return vectors.map(lambda chunk: mean_of_lowest(chunk.rows, chunk.rows, f, vectors.count - 2 * f))

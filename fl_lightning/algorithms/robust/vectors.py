@@ -68,6 +68,11 @@ class Vectors:
         """Number of vectors, n."""
         return len(self.groups[-1]) if self.groups else len(self.states)
 
+    @property
+    def clients(self) -> int:
+        """Number of clients, before averages."""
+        return len(self.states)
+
     def averaged(self, members: Tensor) -> Vectors:
         """Return vectors that are means of several of these each, all with the same weight.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fl_lightning.analysis.run_groups import group_labels, group_styles
 from fl_lightning.analysis.run_settings import format_setting
 from fl_lightning.analysis.statistics import spread
 from fl_lightning.core.names import join_names
+from fl_lightning.evaluation.summary import EPSILON
 from fl_lightning.runs.csv_reader import read_columns
 from fl_lightning.runs.curves import x_values
 from fl_lightning.runs.partition import MAX_COLUMNS, group_clients, read_counts
@@ -220,7 +222,8 @@ def groups_of(runs: Sequence[Run]) -> tuple[list[str], list[list[Run]]]:
 def summary(groups: Sequence[Sequence[Run]]) -> dict[str, Any]:
     """Return a table with each group's final results, as mean ± sample standard deviation over the group's runs."""
     names = dict.fromkeys(name for group in groups for run in group for name in run.summary)
-    columns = [name for name in names if name.endswith(("_last", "_best")) or name.startswith("R_")]
+    shown = re.compile(rf".*_(last|best)|R_.*|{EPSILON.pattern}")
+    columns = [*filter(shown.fullmatch, names)]
     columns.sort(key=lambda name: (not name.startswith("global/"), not name.startswith("R_")))
     rows = []
     for group in groups:

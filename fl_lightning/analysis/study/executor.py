@@ -249,7 +249,8 @@ def _last_line(log: Path) -> str:
         lines = read_last_bytes(log).decode(errors="replace").split("\n")
     except OSError as error:
         return f"{log} cannot be read: {reason_of(error)}"
-    return one_line(next((line for line in reversed(lines) if line.strip()), "")).removeprefix("fl-lightning: error: ")
+    last = one_line(next((line for line in reversed(lines) if line.strip()), ""))
+    return last.removeprefix("fl-lightning: ").removeprefix("error: ")
 
 
 # --- In the job's process ------------------------------------------------------------------------------------------

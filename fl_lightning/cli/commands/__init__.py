@@ -19,6 +19,10 @@ COMMANDS = {
     "benchmark": "Tune methods with equal budgets, and compare them.",
     "reproduce": "Run a paper's table and compare with its numbers.",
     "new": "Write a small project: a method, a config, a sweep, a test.",
+    "cite": "Print BibTeX of methods and data, or of all that a run used.",
     "list": "List the names that a config can use.",
     "completion": "Print the script for shell completion.",
 }
+
+NEED_TORCH = ("fit", "test", "partition", "deploy", "node", "export")
+"""Commands that import torch, which takes seconds."""

@@ -16,7 +16,7 @@ from fl_lightning.analysis.run_groups import Group, Reach
 from fl_lightning.analysis.statistics import LEVELS, Difference, Spread
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo
-from fl_lightning.evaluation.summary import ARCHITECTURE_COLUMN, architectures_of, human_bytes, model_metrics
+from fl_lightning.evaluation.summary import ARCHITECTURE_COLUMN, architectures_of, human_bytes, label_of, model_metrics
 from fl_lightning.runs.reader import Run
 from fl_lightning.runs.search import conditions, open_runs
 
@@ -73,7 +73,8 @@ def group_table(comparison: Comparison) -> ResultTable:
     """Return a comparison as a table for human readers: one row per group of runs, with rounded values."""
     heads = shorten_keys(comparison.columns) or ["group"]
     difference = [f"to {comparison.reference}"] if comparison.reference else []
-    header = [*heads, "seeds", "last", "best", *difference, "bytes"]
+    epsilons = epsilon_columns(comparison)
+    header = [*heads, "seeds", "last", "best", *difference, *map(label_of, epsilons), "bytes"]
     for target in comparison.targets:
         header += [f"R_{target:g}", f"bytes to {target:g}", f"s to {target:g}"]
     rows = []
@@ -82,12 +83,14 @@ def group_table(comparison: Comparison) -> ResultTable:
         spreads = [format_spread(spread, comparison.digits) for spread in (group.last, group.best)]
         row = [*names, format_seeds(group, comparison), *spreads]
         row += [format_difference(group, comparison.digits)] if comparison.reference else []
+        row += [f"{group.epsilons[name]:.4g}" if name in group.epsilons else "-" for name in epsilons]
         row.append(human_bytes(group.bytes.mean) if group.bytes else "-")
         rows.append(row + [cell for target in comparison.targets for cell in format_reach(group.reach[target])])
     last, best = ([getattr(group, name) for group in comparison.groups] for name in ("last", "best"))
     bold = {(i, len(heads) + 1) for i in best_rows(last, comparison)}
     bold |= {(i, len(heads) + 2) for i in best_rows(best, comparison)}
     lines = notes(comparison, "in the last evaluated and in the best round", comparison.targets)
+    lines += ["privacy epsilon: the largest of a group's runs, after their last round."] * bool(epsilons)
     return ResultTable(header, rows, len(heads), bold, lines)
 
 
@@ -112,6 +115,11 @@ def pivot_table(comparison: Comparison) -> ResultTable:
     titles = [f"{head}={column}" if column else f"no {head}" for column in columns]
     header = [*(shorten_keys(others) or ["group"]), *titles]
     return ResultTable(header, rows, width, bold, notes(comparison, "in the last evaluated round", []))
+
+
+def epsilon_columns(comparison: Comparison) -> list[str]:
+    """Return the columns of `metrics.csv` with an epsilon that a run of a comparison has."""
+    return [*dict.fromkeys(name for group in comparison.groups for name in group.epsilons)]
 
 
 def architecture_columns(runs: Sequence[Run], metric: str | None) -> dict[str, str]:
@@ -173,6 +181,7 @@ def data_table(comparison: Comparison) -> ResultTable:
             "missing_seeds": " ".join(map(str, missing)),
             **spread_columns("last", group.last),
             **spread_columns("best", group.best),
+            **{name: group.epsilons.get(name) for name in epsilon_columns(comparison)},
             "bytes": group.bytes and group.bytes.mean,
         }
         for target, reach in group.reach.items():

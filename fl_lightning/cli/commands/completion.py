@@ -19,6 +19,7 @@ from fl_lightning.cli.options import options_of
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import config_path
 from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.core.references import read_references
 from fl_lightning.core.terminal import echo
 
 KEYS = ("algorithm", "model", "engine", "scenario.dataset", "scenario.partition")
@@ -115,4 +116,6 @@ def values_of(command: str, key: str) -> list[str]:
         return [f"{name}=" for name in options_of(command)]
     if (command, key) == ("list", "kind"):
         return list(KINDS)
+    if (command, key) == ("cite", "names"):
+        return list(read_references())
     return [*options_of(command).get(key, {}).get("choices", []), *names(key)]

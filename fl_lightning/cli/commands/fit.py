@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.baselines import expand_baseline, option_values, warn_of_dropped_options
 from fl_lightning.analysis.summary_tables import clients_table, last_metrics, summary_table
+from fl_lightning.callbacks.progress import describe_time
 from fl_lightning.cli.allowed_objects import allowed_objects
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.experiment import WATCHERS, build, plain_config, run_keys
@@ -21,7 +23,7 @@ from fl_lightning.cli.flower_app import connected_clients
 from fl_lightning.core.config_files import CommandLine, read_run_config
 from fl_lightning.core.console import SafeConsole
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.terminal import echo
+from fl_lightning.core.terminal import echo, fit_to_terminal
 from fl_lightning.engines import EngineName
 from fl_lightning.loggers.naming import run_names, setting_of
 from fl_lightning.orchestrator import FederatedOrchestrator
@@ -60,13 +62,14 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     if given.fast:
         started = time.monotonic()
         orchestrator.fit(fast=True)
-        echo(dry_run_report(orchestrator, time.monotonic() - started))
+        echo(fit_to_terminal(dry_run_report(orchestrator, time.monotonic() - started), sys.stdout))
         return 0
     name, group = names(given, parser, config) if given.logger and not given.resume else (None, None)
+    started = time.monotonic()
     with connected_clients(orchestrator, config, bool(given.resume)):
         run = orchestrator.fit(bool(given.resume), config, name, group)
     print_results(orchestrator, run)
-    echo(f"ended: {orchestrator.ending}")
+    echo(f"ended: {orchestrator.ending}; {describe_time(time.monotonic() - started)}")
     echo(f"run: {run_dir}")
     return 0
 

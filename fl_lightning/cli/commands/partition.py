@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from jsonargparse import ArgumentParser, Namespace
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from fl_lightning.analysis.summary_tables import partition_table
@@ -19,10 +20,14 @@ from fl_lightning.core.names import Names, labels
 from fl_lightning.core.terminal import echo
 from fl_lightning.data import FederatedData, Scenario
 from fl_lightning.data.client_folders import write_client_folders
-from fl_lightning.runs.paper_figure import draw_partition
+from fl_lightning.runs.figure_style import figure_style
+from fl_lightning.runs.paper_figure import add_bubble_legend, draw_partition
 from fl_lightning.runs.partition import MAX_COLUMNS, write_counts
 
 __all__ = ["expand", "main"]
+
+BUBBLE_AREA = 220
+"""Area of the largest bubble in square points."""
 
 
 def main(given: Namespace, parser: ArgumentParser) -> int:
@@ -69,10 +74,12 @@ def write_figure(path: Path, counts: np.ndarray, names: Names = Names()) -> None
     bubbles = clients <= MAX_COLUMNS
     width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
     size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
-    figure = Figure(figsize=size, layout="constrained")
-    draw_partition(axes := figure.subplots(), counts, names=names)
-    if bubbles:
-        axes.set_title(f"{counts.sum():,} training samples; the largest bubble is {counts.max():,}", fontsize=9)
+    with rc_context(figure_style(font_size=10)):
+        figure = Figure(figsize=size, layout="constrained")
+        draw_partition(axes := figure.subplots(), counts, BUBBLE_AREA, names)
+        if bubbles and counts.max():
+            axes.set_title(f"{counts.sum():,} training samples")
+            add_bubble_legend(figure, int(counts.max()), BUBBLE_AREA)
     write_png(figure, path)
 
 

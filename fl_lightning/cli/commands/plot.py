@@ -40,6 +40,9 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         across=given.across,
         percent=given.percent,
         width=given.width,
+        font=given.font,
+        font_size=given.font_size,
+        y_limits=given.y_limits,
     )
     figure.savefig(content := io.BytesIO(), format=path.suffix[1:], metadata=METADATA[path.suffix])
     try:

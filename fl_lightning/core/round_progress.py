@@ -1,0 +1,58 @@
+"""Reports of the progress within a round: whoever trains clients reports it, and a progress display listens.
+
+Reports pass through a context variable, because loops deep inside an engine make them. Without a listener, as in a
+worker process, a report does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class ProgressListener(Protocol):
+    """Receives the reports of a round."""
+
+    def on_steps(self, done: int, total: int, clients: int) -> None:
+        """Called after each training step, or, with zeros, about once a second while other processes train."""
+
+    def on_client(self) -> None:
+        """Called when a client has finished its training or failed, in the order in which they finish."""
+
+
+_listener: ContextVar[ProgressListener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listen(listener: ProgressListener) -> Iterator[None]:
+    """Context in which a listener receives all reports."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def report_steps(done: int, total: int, clients: int = 1) -> None:
+    """Report the progress of the clients that are being trained. Call it after each training step.
+
+    Args:
+        done: Number of training steps of these clients so far.
+        total: Number of their training steps in all.
+        clients: Number of the clients that are trained together.
+    """
+    if listener := _listener.get():
+        listener.on_steps(done, total, clients)
+
+
+def report_waiting() -> None:
+    """Report that other processes or machines are training clients, whose steps are not known."""
+    report_steps(0, 0, 0)
+
+
+def report_client() -> None:
+    """Report that a client has finished its training in the round, or failed."""
+    if listener := _listener.get():
+        listener.on_client()
