@@ -25,11 +25,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if not any(page in pages for pages in families.values()):
             families[kind.family()].append(page)
     sections = [{family.replace("_", " ").capitalize(): pages} for family, pages in families.items()]
-    pages = [*(f"methods/{page}" for page in FIRST), *sections]
-    groups: list[dict[str, Any]] = config.nav or []
-    for entry in (entry for group in groups for entries in group.values() for entry in entries):
-        if isinstance(entry, dict):
-            entry.update({title: pages for title, place in entry.items() if place == "methods/"})
+    for entry in config.nav or []:
+        if "Methods" in entry:
+            entry["Methods"] = [*(f"methods/{page}" for page in FIRST), *sections]
     return config
 
 

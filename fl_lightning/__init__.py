@@ -100,7 +100,7 @@ _NAMES = {
     "core.objectives": "CausalLM Classification MultiLabel Objective Regression Segmentation TokenClassification",
     "orchestrator": "FederatedOrchestrator",
     "runs": "Run",
-    "scheduling": "Buffered ClientWork Clock Deadline DeviceClock DeviceTrace RoundPolicy Synchronous",
+    "scheduling": "Buffered ClientWork Clock Deadline DeviceClock DeviceTrace RoundPolicy Synchronous Tiers",
     "core.state_dicts": "weighted_mean",
     "loggers.wandb": "WandbRoundLogger",
 }

@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.global_model.fedacg import FedACG as FedACG, LookAhead as LookAhead
     from fl_lightning.algorithms.global_model.fedavg import FedAvg as FedAvg
     from fl_lightning.algorithms.global_model.fedasync import FedAsync as FedAsync, ModelMixing as ModelMixing
+    from fl_lightning.algorithms.global_model.fedat import FedAT as FedAT, TieredMean as TieredMean
     from fl_lightning.algorithms.global_model.fedavgm import FedAvgM as FedAvgM, ServerMomentum as ServerMomentum
     from fl_lightning.algorithms.global_model.fedbuff import BufferedUpdates as BufferedUpdates, FedBuff as FedBuff
     from fl_lightning.algorithms.global_model.fedcm import (

@@ -192,7 +192,8 @@ class Server:
             download: The message it receives.
             **options: Further fields of the task, such as `evaluate`; by default nothing is evaluated.
         """
-        task = Task(round, client, download, self.memory.get(client, {}), self.lr_scales.of(round), **options)
+        memory, lr_scale, limit = self.memory.get(client, {}), self.lr_scales.of(round), self.plan.steps.get(client)
+        task = Task(round, client, download, memory, lr_scale, max_steps=limit, **options)
         if task.upload:
             self._sent[client] = self.codec.restore_download(download, client).section("model")
         return task
@@ -229,7 +230,8 @@ class Server:
         """Begin the aggregation of a round, to which `add` adds the clients' results."""
         seed, self._is_empty = derive(self.seed, Stream.AGGREGATION, round), True
         self._held, self.dropped = [], {}
-        self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed))
+        tier, tiers = self.plan.tier, self.schedule.policy.tiers if self.schedule else 1
+        self._aggregation = self.algorithm.aggregation(Round(round, self.visible_state, seed, tier=tier, tiers=tiers))
 
     def restore(self, result: Result) -> Message:
         """Return the upload of a client that has just finished its task, with dense weights."""

@@ -61,7 +61,7 @@ def fit(
     """
     compute = gradients or compute_gradients
     device = options.strategy.root_device
-    work = LocalWork.under(options, len(batches))
+    work = LocalWork.under(options, len(batches), module.context.max_steps)
     module.trainer = own = ClientTrainerView(trainer, options, work)  # type: ignore[assignment]
     vars(module)["log"] = ignore_log
     with own_settings():

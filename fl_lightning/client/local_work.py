@@ -27,12 +27,18 @@ class LocalWork:
     steps: int
 
     @classmethod
-    def under(cls, trainer: L.Trainer, batches: int) -> LocalWork:
-        """Return a client's number of steps under a trainer's limits, given its number of batches per epoch."""
+    def under(cls, trainer: L.Trainer, batches: int, max_steps: int | None = None) -> LocalWork:
+        """Return a client's number of steps under a trainer's limits.
+
+        Args:
+            trainer: The trainer.
+            batches: The client's number of batches per epoch.
+            max_steps: The client's own limit, if any.
+        """
         limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         per_epoch = math.ceil(batches / trainer.accumulate_grad_batches)
-        bounds = (steps, per_epoch * (-1 if epochs is None else epochs))
+        bounds = (steps, per_epoch * (-1 if epochs is None else epochs), -1 if max_steps is None else max_steps)
         return cls(per_epoch, min(bound for bound in bounds if bound >= 0))
 
     @classmethod

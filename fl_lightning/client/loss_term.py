@@ -55,6 +55,7 @@ class FitContext(NamedTuple):
             by methods that document it.
         class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         logs_losses: Whether training losses are logged after each epoch if the `Trainer` has no logger.
+        max_steps: Number of training steps after which the fit ends, in addition to the trainer's limits.
     """
 
     round: int = 1
@@ -64,6 +65,7 @@ class FitContext(NamedTuple):
     class_counts: Tensor | None = None
     class_weights: Tensor | None = None
     logs_losses: bool = True
+    max_steps: int | None = None
 
 
 class LossTerm(FieldsMixin, nn.Module):

@@ -21,6 +21,8 @@ class Round:
         seed: Seed of `rng`.
         metrics: Metrics of the server for the log. The aggregator or the shared knowledge adds them; `step` becomes
             the column `server/step`. A name with a slash, such as `privacy/epsilon`, is the name of the column.
+        tier: The tier of clients whose round it is, from 0 for the fastest, with the round policy `Tiers`.
+        tiers: Number of tiers.
 
     Example:
         >>> bool(Round(3, {}, seed=1).rng.random() == Round(3, {}, seed=1).rng.random())
@@ -31,6 +33,8 @@ class Round:
     before: State
     seed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    tier: int = 0
+    tiers: int = 1
 
     @cached_property
     def rng(self) -> np.random.Generator:

@@ -44,6 +44,7 @@ class Task:
         new_client: The client is held out of the training. Its task is its first, and changes no later one.
         keep_upload: The upload is needed longer than until the next result is requested. Otherwise the next client may
             overwrite its memory.
+        max_steps: Number of training steps after which the fit ends, in addition to the trainer's limits.
     """
 
     round: int
@@ -58,6 +59,7 @@ class Task:
     keep_model: bool = False
     new_client: bool = False
     keep_upload: bool = True
+    max_steps: int | None = None
 
     @property
     def evaluates(self) -> bool:

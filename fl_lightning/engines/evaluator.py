@@ -373,8 +373,10 @@ def score_together(worker: Worker, task: Task, clients: Sequence[int]) -> list[R
             raise
         return []
     nbytes, untrained = task.download.nbytes, worker.algorithm.is_untrained(module, {})
-    same = {"untrained": untrained, "attack_success": success}
-    return [Result(k, nbytes, local=score, **same) for k, score in zip(clients, scores, strict=True)]
+    return [
+        Result(client, nbytes, local=score, untrained=untrained, attack_success=success)
+        for client, score in zip(clients, scores, strict=True)
+    ]
 
 
 def is_per_sample(module: nn.Module, x: Tensor) -> bool:

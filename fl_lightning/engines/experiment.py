@@ -154,8 +154,8 @@ class Experiment:
         if not self.algorithm.server:
             what = f"the messages between the peers of {type(self.algorithm).__name__} have no simulated time"
             raise ConfigError(f"clock: {what}. Leave it out.")
-        check_round_policy(policy, self.algorithm, self.client_sampler)
         clock.start(self.seed, self.clients)
+        check_round_policy(policy, clock, self.worker, self.client_sampler)
         work = list(planned_work(self.worker, self.server))
         return Schedule(policy, clock, self.client_sampler.sample, work, self.seed, self.min_clients)
 

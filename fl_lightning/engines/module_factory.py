@@ -103,6 +103,7 @@ class ModuleFactory:
             class_counts=None if self.clients.training.dp_sgd else self.clients.strata(task.client),
             class_weights=self.clients.loss_weights(task.client),
             logs_losses=False,  # the engine reads them after the fit
+            max_steps=task.max_steps,
         )
         module.optimizer_state = task.memory.get("optimizer", {})
         module.weight_memory = WeightMemory(slot.weights if slot else None, stays=self._uploads_stay)

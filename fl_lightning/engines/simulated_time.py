@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
 from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.algorithms.server import Server
@@ -13,27 +12,39 @@ from fl_lightning.client.local_work import LocalWork
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.task import Task
 from fl_lightning.engines.worker import Worker
-from fl_lightning.scheduling import ClientWork, RoundPolicy
+from fl_lightning.scheduling import ClientWork, Clock, RoundPolicy
 
 
-def check_round_policy(policy: RoundPolicy, algorithm: Algorithm, sampler: ClientSampler) -> None:
-    """Check that the method can use the uploads that a round policy collects.
+def check_round_policy(policy: RoundPolicy, clock: Clock, worker: Worker, sampler: ClientSampler) -> None:
+    """Check that the method and the sampler allow a round policy, and a clock with hours in which clients are offline.
 
     Raises:
-        ConfigError: They can be stale, and the method or the sampler does not allow that.
+        ConfigError: They do not.
     """
+    algorithm = worker.algorithm
     name, method = type(policy).__name__, type(algorithm).__name__
-    if not policy.carries_over:
-        return
-    fix = "Use --algorithm FedBuff or FedAsync, or another round policy."
-    if not algorithm.aggregator.accepts_stale:
+    fix = "Use --algorithm FedBuff, FedAsync or FedAT, or another round policy."
+    if policy.carries_over and not algorithm.aggregator.accepts_stale:
         what = f"{name} collects uploads from models of earlier rounds, which {method} would average like new ones"
         raise ConfigError(f"round_policy: {what}. {fix}")
-    if isinstance(algorithm, SizesCohort) or algorithm.public:
+    if policy.carries_over and (isinstance(algorithm, SizesCohort) or algorithm.public):
         raise ConfigError(f"round_policy: {method} needs all clients of a round to have the same model. {fix}")
-    if type(sampler) is not UniformSampling:
-        what = f"{name} replaces clients within a round by uniform draws"
-        raise ConfigError(f"client_sampler: {what}. Leave {type(sampler).__name__} out.")
+    if policy.tiers > clock.clients:
+        raise ConfigError(
+            f"round_policy.tiers: {policy.tiers} tiers need as many clients, and there are {clock.clients}"
+        )
+    if policy.limits_work and worker.training.dp_sgd:
+        what = "the noise of dp_sgd is for the whole training of a client"
+        raise ConfigError(f"round_policy.late: {what}. Use drop instead of partial.")
+    if clock.hours and isinstance(algorithm, SizesCohort):
+        raise ConfigError(f"clock: {method} chooses the number of clients itself. All must be online all the time.")
+    if (policy.carries_over or clock.hours) and type(sampler) is not UniformSampling:
+        what = (
+            f"{name} replaces clients within a round"
+            if policy.carries_over
+            else "clients that are offline are replaced"
+        )
+        raise ConfigError(f"client_sampler: {what} by uniform draws. Leave {type(sampler).__name__} out.")
 
 
 def planned_work(worker: Worker, server: Server) -> Iterator[ClientWork]:

@@ -154,7 +154,7 @@ class StackedFit:
             module.to(self.device).train()
         tensors = self.clients[0].tensors if self.alike_slots and self.clients else dict(tensors_of(module.backbone))
         batches = self.worker.client_data.batches(task)
-        work = LocalWork.under(self.alone, len(batches))
+        work = LocalWork.under(self.alone, len(batches), task.max_steps)
         module.trainer = progress = ClientTrainerView(self.trainer, self.alone, work)  # type: ignore[assignment]
         with own_settings():
             module.on_fit_start()

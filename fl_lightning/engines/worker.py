@@ -502,7 +502,11 @@ class Worker:
         batches = self.client_data.batches(task)
         module.train()
         callbacks = [*self.client_callbacks, *([ModelHooks()] if module.trains_itself else [])]
-        trainer = quiet_trainer(self.training.trainer, self.shown, callbacks)
+        options = self.training.trainer
+        if task.max_steps is not None:
+            own = options.get("max_steps", -1)
+            options = {**options, "max_steps": task.max_steps if own == -1 else min(own, task.max_steps)}
+        trainer = quiet_trainer(options, self.shown, callbacks)
         trainer.callbacks.append(StepReports(LocalWork.under(trainer, len(batches)).steps))  # type: ignore[attr-defined]
         with quiet_lightning(self.shown):
             trainer.fit(module, datamodule=ClientDataModule(batches, self.client_data.ready_to_train))

@@ -7,6 +7,7 @@ from fl_lightning.scheduling.clock import DeviceTrace as DeviceTrace
 from fl_lightning.scheduling.policies import Buffered as Buffered
 from fl_lightning.scheduling.policies import Deadline as Deadline
 from fl_lightning.scheduling.policies import Synchronous as Synchronous
+from fl_lightning.scheduling.policies import Tiers as Tiers
 from fl_lightning.scheduling.schedule import Dispatch as Dispatch
 from fl_lightning.scheduling.schedule import RoundPlan as RoundPlan
 from fl_lightning.scheduling.schedule import RoundPolicy as RoundPolicy
@@ -21,4 +22,5 @@ __all__ = [
     "DeviceTrace",
     "RoundPolicy",
     "Synchronous",
+    "Tiers",
 ]

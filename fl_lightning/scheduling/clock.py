@@ -13,8 +13,10 @@ from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.files import read_file
 from fl_lightning.core.seeding import Stream, generator
+from fl_lightning.scheduling.hours import DAY, Hours
 
 COLUMNS = ("seconds_per_step", "download_mbit", "upload_mbit")
+HOURS = ("online_from_h", "online_h")
 BITS_PER_MBIT = 1e6
 
 
@@ -38,7 +40,12 @@ class Clock(ArgumentsMixin, ABC):
 
     The seconds may depend only on the seed, the client, its work and the round, so that all methods with one seed see
     the same devices, and a resumed run the same times.
+
+    Attributes:
+        hours: When the clients are online; None if they always are.
     """
+
+    hours: Hours | None = None
 
     def start(self, seed: int, clients: int) -> None:
         """Draw the clients' devices before round 1.
@@ -59,6 +66,18 @@ class Clock(ArgumentsMixin, ABC):
             round: The round in which it is asked.
         """
 
+    def end(self, client: int, work: ClientWork, round: int, time: float) -> float:
+        """Return when a client's upload has ended. A client that goes offline continues when it is online again.
+
+        Args:
+            client: The client's id.
+            work: What the client does.
+            round: The round in which it is asked.
+            time: When it is asked; it is online.
+        """
+        seconds = self.seconds(client, work, round)
+        return self.hours.end(client, time, seconds) if self.hours else time + seconds
+
 
 class DeviceClock(Clock):
     """Each client has a device with a speed and a link, drawn once from lognormal distributions.
@@ -74,6 +93,7 @@ class DeviceClock(Clock):
         link_spread: Standard deviation of the logarithm of the factor on the links' speeds.
         latency: Seconds that each client's round takes in addition.
         jitter: Standard deviation of the logarithm of a factor on the whole time, drawn anew in each round.
+        online_share: Share of a day in which a client is online, at hours of its own. 1 is always.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -88,6 +108,7 @@ class DeviceClock(Clock):
         link_spread: float = 1.0,
         latency: float = 0.0,
         jitter: float = 0.0,
+        online_share: float = 1.0,
     ) -> None:
         for name, value in {"download_mbit": download_mbit, "upload_mbit": upload_mbit}.items():
             check_number(f"clock.{name}", value, "(0, inf]", "inf is a link that takes no time")
@@ -96,13 +117,18 @@ class DeviceClock(Clock):
             check_number(f"clock.{name}", value, "[0, 10]", "0 makes all equal")
         check_number("clock.latency", latency, "[0, inf)")
         self.seconds_per_step, self.spread, self.link_spread = seconds_per_step, spread, link_spread
+        check_number("clock.online_share", online_share, "(0, 1]", "1 is always online")
         self.download_mbit, self.upload_mbit, self.latency, self.jitter = download_mbit, upload_mbit, latency, jitter
+        self.online_share = online_share
 
     def start(self, seed: int, clients: int) -> None:
-        """Draw each client's factors on the time of a step and on the time of its link."""
+        """Draw each client's factors on the time of a step and on the time of its link, and its hours."""
         super().start(seed, clients)
         normal = generator(seed, Stream.DEVICES).standard_normal((clients, 2))
         self._slow = np.exp(normal * (self.spread, self.link_spread))
+        if self.online_share < 1:
+            begin = generator(seed, Stream.DEVICES, 0).random(clients) * DAY
+            self.hours = Hours(begin, np.full(clients, self.online_share * DAY))
 
     def seconds(self, client: int, work: ClientWork, round: int) -> float:
         """Return the time that a client needs in a round."""
@@ -119,10 +145,11 @@ class DeviceTrace(Clock):
 
     Args:
         path: A CSV file with the header `seconds_per_step,download_mbit,upload_mbit` and a row for each device. Speeds
-            of links are in 10^6 bits per second.
+            of links are in 10^6 bits per second. The columns `online_from_h` and `online_h` may follow: the hour of
+            the day at which the device comes online, and for how many hours.
 
     Raises:
-        ConfigError: The file cannot be read, or a value is not a number above 0.
+        ConfigError: The file cannot be read, or a value is out of range.
     """
 
     def __init__(self, path: str) -> None:
@@ -133,13 +160,20 @@ class DeviceTrace(Clock):
         super().start(seed, clients)
         try:
             rows = list(csv.DictReader(read_file(Path(self.path), 2**30, links=True).decode().splitlines()))
-            devices = np.array([[float(row[name]) for name in COLUMNS] for row in rows])
+            columns = COLUMNS + (HOURS if rows and HOURS[0] in rows[0] else ())
+            devices = np.array([[float(row[name]) for name in columns] for row in rows])
         except (OSError, ValueError, TypeError, KeyError) as error:
             what = f"column {error} is missing" if isinstance(error, KeyError) else error
             raise ConfigError(f"clock.path: {self.path} cannot be read: {what}") from error
-        if not len(devices) or not (devices > 0).all():
+        if not len(devices) or not (devices[:, :3] > 0).all():
             raise ConfigError(f"clock.path: {self.path} needs at least one row, and only numbers above 0.")
-        self._devices = devices[generator(seed, Stream.DEVICES).integers(len(devices), size=clients)]
+        drawn = devices[generator(seed, Stream.DEVICES).integers(len(devices), size=clients)]
+        self._devices, hours = drawn[:, :3], drawn[:, 3:].T * 3600
+        if len(hours):
+            begin, length = hours
+            if not (np.isfinite(begin).all() and ((length > 0) & (length <= DAY)).all()):
+                raise ConfigError(f"clock.path: {self.path}: online_h must be above 0 and at most 24.")
+            self.hours = Hours(begin, length)
 
     def seconds(self, client: int, work: ClientWork, round: int) -> float:
         """Return the time that a client needs."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.scheduling.schedule import Dispatch, RoundPolicy, Schedule
+
+Late = Literal["drop", "next_round", "partial"]
+"""What happens to clients that miss a deadline."""
 
 
 class Synchronous(RoundPolicy):
@@ -29,25 +32,32 @@ class Deadline(RoundPolicy):
     Args:
         seconds: The deadline, in simulated seconds after the start of the round. By default there is none.
         over_sample: The server asks `over_sample · clients_per_round` clients, rounded up; at least 1.
-        late: What happens to later uploads: they are not used (`drop`), or belong to the next round (`next_round`).
+        late: What happens to clients that would be late: their uploads are not used (`drop`), or belong to the next
+            round (`next_round`), or they take only as many training steps as fit before the deadline (`partial`). If
+            not even one fits, the upload is not used.
 
     Raises:
-        ConfigError: An argument is out of range.
+        ConfigError: An argument is out of range, or `partial` has no deadline.
     """
 
-    def __init__(
-        self, seconds: float | None = None, over_sample: float = 1.0, late: Literal["drop", "next_round"] = "drop"
-    ) -> None:
+    def __init__(self, seconds: float | None = None, over_sample: float = 1.0, late: Late = "drop") -> None:
         check_number("round_policy.seconds", seconds, "(0, inf)", "leave it out for no deadline")
+        if seconds is None and late == "partial":
+            raise ConfigError("round_policy.late: partial needs a deadline. Set round_policy.seconds.")
         check_number("round_policy.over_sample", over_sample, "[1, inf)", "1 asks clients_per_round clients")
         self.seconds, self.over_sample, self.late = seconds, over_sample, late
         self.carries_over = late == "next_round"
+        self.limits_work = late == "partial"
         self.metrics = ("client/staleness",) if self.carries_over else ("client/late",)
+        if self.limits_work:
+            self.metrics += ("client/partial",)
 
     def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
         """Return the uploads that arrive in time, in order of arrival."""
-        deadline = math.inf if self.seconds is None else schedule.now + self.seconds
         schedule.dispatch(math.ceil(self.over_sample * size) - len(schedule.running))
+        deadline = math.inf if self.seconds is None else schedule.now + self.seconds
+        if self.limits_work:
+            schedule.limit_work(deadline)
         arrived: list[Dispatch] = []
         while len(arrived) < size and schedule.running:
             if min(schedule.running).end > deadline and len(arrived) >= schedule.min_clients:
@@ -57,7 +67,10 @@ class Deadline(RoundPolicy):
         if self.carries_over:
             return arrived, schedule.staleness(arrived)
         dropped, schedule.running = len(schedule.running), []
-        return arrived, {"client/late": dropped}
+        metrics: dict[str, float] = {"client/late": dropped}
+        if self.limits_work:
+            metrics["client/partial"] = sum(one.steps is not None for one in arrived)
+        return arrived, metrics
 
 
 class Buffered(RoundPolicy):
@@ -86,6 +99,42 @@ class Buffered(RoundPolicy):
         arrived: list[Dispatch] = []
         while len(arrived) < size:
             held = {one.client for one in arrived}
-            schedule.dispatch((self.concurrency or size) - len(schedule.running), held)
+            schedule.dispatch((self.concurrency or size) - len(schedule.running), held, len(held))
             arrived += schedule.next_arrivals(size - len(arrived))
+        return arrived, schedule.staleness(arrived)
+
+
+class Tiers(RoundPolicy):
+    """Tiers of similarly fast clients work side by side: a round is that of the tier that finishes next (FedAT).
+
+    Clients are sorted by the time that they need, and divided into tiers of equal size. Each tier trains
+    `clients_per_round` of its clients at a time. When all of them have finished, the round ends, and other clients of
+    the tier get the current model.
+
+    Args:
+        tiers: Number of tiers.
+
+    Raises:
+        ConfigError: `tiers` is below 1.
+    """
+
+    carries_over = True
+    metrics = ("client/staleness",)
+
+    def __init__(self, tiers: int = 5) -> None:
+        check_number("round_policy.tiers", tiers, "[1, inf)")
+        self.tiers = tiers
+
+    def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
+        """Return the uploads of the tier that finishes next."""
+        tier_of = schedule.tier_of
+        for tier in sorted(set(tier_of) - {tier_of[one.client] for one in schedule.running}):
+            others = [client for client, own in enumerate(tier_of) if own != tier]
+            schedule.dispatch(size, others, tier)
+        at_work: dict[int, list[Dispatch]] = {}
+        for one in sorted(schedule.running):
+            at_work.setdefault(tier_of[one.client], []).append(one)
+        arrived = min(at_work.values(), key=lambda tier: tier[-1])
+        schedule.now = arrived[-1].end
+        schedule.running = [one for one in schedule.running if one not in arrived]
         return arrived, schedule.staleness(arrived)

@@ -6,14 +6,15 @@ It does not depend on the results themselves. So it is computed before a round, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.scheduling.clock import ClientWork, Clock
+from fl_lightning.scheduling.hours import Hours
 
 
 @dataclass(frozen=True, order=True)
@@ -24,11 +25,13 @@ class Dispatch:
         end: When its upload arrives, in simulated seconds since the start of the run.
         client: The client's id.
         version: The number of finished rounds when it got its message: the version of the model it trains.
+        steps: The number of training steps that it has time for, if it is less than all of its work.
     """
 
     end: float
     client: int
     version: int
+    steps: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,22 @@ class RoundPlan:
     Args:
         arrived: The clients whose uploads arrive in the round, in order of arrival.
         metrics: Metrics of the round: its simulated duration `time/simulated_s`, and those of the policy.
+        tier: The tier whose round it is; 0 without tiers.
     """
 
     arrived: list[Dispatch]
     metrics: dict[str, float]
+    tier: int = 0
 
     @property
     def versions(self) -> dict[int, int]:
         """The version of the model that each client has trained, by client id in ascending order."""
         return {one.client: one.version for one in sorted(self.arrived, key=lambda one: one.client)}
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """The number of training steps of each client that has not time for all of its work, by client id."""
+        return {one.client: one.steps for one in self.arrived if one.steps is not None}
 
 
 class RoundPolicy(ArgumentsMixin, ABC):
@@ -55,10 +65,14 @@ class RoundPolicy(ArgumentsMixin, ABC):
     Attributes:
         carries_over: Whether clients can still be at work when a round ends. Their uploads then belong to a model of an
             earlier round (stale uploads), which only some aggregators use.
+        limits_work: Whether clients may be asked to take fewer training steps than they would.
+        tiers: Number of groups of similarly fast clients that work side by side, see `Schedule.tier_of`.
         metrics: Names of the metrics that `collect` returns.
     """
 
     carries_over: bool = False
+    limits_work: bool = False
+    tiers: int = 1
     metrics: tuple[str, ...] = ()
 
     @abstractmethod
@@ -99,6 +113,22 @@ class Schedule:
     running: list[Dispatch] = field(default_factory=list, init=False)
     round: int = field(default=0, init=False)
 
+    @cached_property
+    def tier_of(self) -> list[int]:
+        """The tier of each client: by their time for round 1, in `policy.tiers` groups of equal size, fastest first."""
+        clients = len(self.work)
+        found = [0] * clients
+        if self.policy.tiers > 1:
+            order = sorted(range(clients), key=lambda client: self.clock.seconds(client, self.work[client], 1))
+            for rank, client in enumerate(order):
+                found[client] = rank * self.policy.tiers // clients
+        return found
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether a round depends on the rounds before it: on clients at work, or on the time of the day."""
+        return self.policy.carries_over or self.clock.hours is not None
+
     def plan(self, round: int, size: int) -> RoundPlan:
         """Return the results that a round aggregates. Earlier rounds are planned again if needed.
 
@@ -106,7 +136,7 @@ class Schedule:
             round: The round, from 1.
             size: The number of results wanted: `clients_per_round`, or the method's own number.
         """
-        if not self.policy.carries_over:
+        if not self.carries_over:
             self.now, self.running, self.round = 0.0, [], round - 1
         elif round <= self.round:
             self.now, self.running, self.round = 0.0, [], 0
@@ -114,7 +144,8 @@ class Schedule:
             self.round += 1
             began = self.now
             arrived, metrics = self.policy.collect(self, size)
-        return RoundPlan(arrived, {"time/simulated_s": self.now - began} | metrics)
+        tier = self.tier_of[arrived[0].client] if arrived else 0
+        return RoundPlan(arrived, {"time/simulated_s": self.now - began} | metrics, tier)
 
     def staleness(self, arrived: Sequence[Dispatch]) -> dict[str, float]:
         """Return the metric `client/staleness`: how many rounds old the clients' models are, on average.
@@ -124,29 +155,65 @@ class Schedule:
         ages = [self.round - 1 - one.version for one in arrived]
         return {"client/staleness": sum(ages) / len(ages)} if ages else {}
 
-    def dispatch(self, size: int, busy: Collection[int] = ()) -> None:
+    def dispatch(self, size: int, busy: Collection[int] = (), draw: int = 0) -> None:
         """Send the current model to up to `size` clients.
 
         If all clients are free, the client sampler draws them, as in a run without a clock. Otherwise they are drawn
-        uniformly from the free ones.
+        uniformly from the free ones. If no client is at work and too few are online, the server waits until
+        `min_clients` are.
 
         Args:
             size: Number of clients.
             busy: Clients that are not free, in addition to those at work.
+            draw: Number of the draw, if there are several in a round.
         """
         taken = {*busy, *(one.client for one in self.running)}
-        free = np.setdiff1d(np.arange(len(self.work)), [*taken])
+        free = [client for client in range(len(self.work)) if client not in taken]
+        if self.clock.hours:
+            free = self._online(self.clock.hours, free)
         size = min(size, len(free))
         if size < 1:
             return
-        if taken:
-            rng = generator(self.seed, Stream.REPLACEMENTS, self.round, len(busy))
+        if len(free) < len(self.work):
+            rng = generator(self.seed, Stream.REPLACEMENTS, self.round, draw)
             chosen = rng.choice(free, size, replace=False).tolist()
         else:
             chosen = self.sample(self.round, size)
         for client in chosen:
-            seconds = self.clock.seconds(client, self.work[client], self.round)
-            self.running.append(Dispatch(self.now + seconds, client, self.round - 1))
+            end = self.clock.end(client, self.work[client], self.round, self.now)
+            self.running.append(Dispatch(end, client, self.round - 1))
+
+    def _online(self, hours: Hours, clients: list[int]) -> list[int]:
+        """Return the clients that are online. If no client is at work, wait until there are enough."""
+        found = [client for client in clients if not hours.wait(client, self.now)]
+        needed = min(max(1, self.min_clients), len(clients))
+        if self.running or len(found) >= needed:
+            return found
+        for time in sorted(self.now + hours.wait(client, self.now) for client in clients):
+            found = [client for client in clients if not hours.wait(client, time)]
+            if len(found) >= needed:
+                break
+        self.now = time
+        return found
+
+    def limit_work(self, deadline: float) -> None:
+        """Let clients at work that were asked just now and would miss a deadline do only the steps that fit.
+
+        Clients that cannot take a step in time are not changed.
+
+        Args:
+            deadline: When uploads must have arrived.
+        """
+        self.running = [one if one.end <= deadline else self._limited(one, deadline) for one in self.running]
+
+    def _limited(self, one: Dispatch, deadline: float) -> Dispatch:
+        work = self.work[one.client]
+
+        def end(steps: int) -> float:
+            return self.clock.end(one.client, replace(work, steps=steps), self.round, self.now)
+
+        steps = bisect_right(range(work.steps), deadline, key=end) - 1
+        return Dispatch(end(steps), one.client, one.version, steps) if steps >= 1 else one
 
     def next_arrivals(self, most: int) -> list[Dispatch]:
         """Advance the time to the next uploads, and return those that arrive at this time, at most `most`."""

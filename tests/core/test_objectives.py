@@ -298,7 +298,7 @@ def test_a_method_of_classes_refuses_other_labels(tmp_path, algorithm):
 PLAIN = {
     *("APPLE", "CFL", "CriticalFL", "DFedAvgM", "DisPFL", "Ditto", "FedALA", "FedAMP", "FedAdagrad"),
     *("FedAdam", "FedAvg", "FedAvgM", "FedBABU", "FedFomo", "FedPer", "FedProx", "FedRep", "FedSiamDA", "FedYogi"),
-    *("APFL", "FedACG", "FedAsync", "FedBN", "FedBuff", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM"),
+    *("APFL", "FedACG", "FedAT", "FedAsync", "FedBN", "FedBuff", "FedCM", "FedDC", "FedDyn", "FedNova", "FedSAM"),
     *("LGFedAvg", "MoFedSAM", "PFedMe"),
     *("HeteroFL", "HeurFedAMP", "IFCA", "Local", "MOON", "PeerAlgorithm", "PeerCriticalFL", "PeerFedPer"),
     *("AFL", "FedDGGA", "PerFedAvg", "QFFL", "SCAFFOLD", *ADAPTERS),

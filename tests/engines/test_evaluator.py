@@ -31,6 +31,7 @@ TOGETHER = {
     "CCVR",
     "FedAdagrad",
     "FedAdam",
+    "FedAT",
     "FedAsync",
     "FedAvg",
     "FedAvgM",

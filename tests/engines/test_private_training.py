@@ -48,7 +48,7 @@ ACCEPTED = {
     *("FedDC", "FedDyn", "FedExLoRA", "FedIT", "FedNTD", "FedPer", "FedProx", "FedSALoRA", "FedSR", "FedYogi"),
     *("FlexLoRA", "HeteroFL", "HeurFedAMP", "LGFedAvg", "Local", "MOON", "PeerAlgorithm", "PeerFedPer", "RoLoRA"),
     *("SCAFFOLD", "local buffers", "dropped buffers", "uniform", "kept optimizer", "schedules", "many clients"),
-    *("gossip on a random graph", "FLoRA with ranks", "FlexLoRA with ranks", "FedAsync", "FedBuff"),
+    *("gossip on a random graph", "FLoRA with ranks", "FlexLoRA with ranks", "FedAT", "FedAsync", "FedBuff"),
     *("FedDyn with clipping", "gossip with a median"),
 }
 """Methods whose clients read their samples only in steps, on losses that are means over samples."""

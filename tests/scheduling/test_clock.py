@@ -82,3 +82,32 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, text):
         started(DeviceTrace(str(path)))
     with pytest.raises(ConfigError, match=r"^clock\.path: "):
         started(DeviceTrace(str(tmp_path / "missing.csv")))
+
+
+def test_devices_are_online_for_their_share_of_the_day():
+    """Seen from outside: counts of the seconds of a day at which `wait` is 0."""
+    clock = started(DeviceClock(online_share=0.25), clients=400)
+    online = np.array(
+        [[clock.hours.wait(client, hour * 3600 + 1.0) == 0 for hour in range(24)] for client in range(400)]
+    )
+    assert set(online.sum(1)) == {6}
+    assert online.mean(0) == pytest.approx(0.25, abs=0.1)  # at each hour
+    assert started(DeviceClock()).hours is None
+
+
+def test_a_pause_lengthens_the_work_of_a_client():
+    clock = started(DeviceClock(10.0, 0.0, math.inf, math.inf, online_share=0.5))
+    begin = clock.hours.begin[0]
+    assert clock.end(0, ClientWork(360, 0, 0), 1, begin) == begin + 3600
+    assert clock.end(0, ClientWork(5 * 4320, 0, 0), 1, begin) == begin + 5 * 43200 + 4 * 43200
+
+
+def test_a_trace_may_have_hours(tmp_path):
+    path = tmp_path / "devices.csv"
+    path.write_text("seconds_per_step,download_mbit,upload_mbit,online_from_h,online_h\n0.5,1,1,22,8\n")
+    clock = started(DeviceTrace(str(path)))
+    assert [clock.hours.wait(0, hour * 3600.0) / 3600 for hour in (21, 22, 29, 30, 45)] == [1, 0, 0, 16, 1]
+    for row in ("0.5,1,1,22,0", "0.5,1,1,22,25", "0.5,1,1,nan,8", "0.5,1,1,22"):
+        path.write_text(f"seconds_per_step,download_mbit,upload_mbit,online_from_h,online_h\n{row}\n")
+        with pytest.raises(ConfigError, match=r"^clock\.path: "):
+            started(DeviceTrace(str(path)))
