@@ -74,6 +74,8 @@ class FedAT(Algorithm):
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
+    Kept by the server: the last model of each tier, and its number of rounds.
+
     Args:
         mu: λ of the paper, the weight of FedProx's term.
         aggregator: Computes the mean of a tier's models instead, such as a robust rule.
