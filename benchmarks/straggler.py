@@ -118,6 +118,7 @@ def measure(engine: str, slow: bool, clients: int, workers: int, held: float | N
     np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x[:100], y_test=y[:100])
     (folder / "begun").mkdir()
     options = {} if held is None else {"held_megabytes": held}
+    options |= {"address": "local"} if engine == "ray" else {}  # a new cluster, also if another one runs here
     run = FederatedOrchestrator(
         Scenario(Arrays(str(folder / "data.npz")), IID(), clients, local_test=0.0),
         partial(MLP, hidden=HIDDEN),
