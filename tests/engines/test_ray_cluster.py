@@ -1,6 +1,5 @@
 """Programs on a Ray cluster of two nodes, started with `ray start` in different working folders."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from commands import untimed_rows
 from killed_runs import results_of
-from ray_nodes import environment, kill_tree, short_folder, start, two_nodes, wait_for
+from ray_nodes import environment, start, two_nodes, wait_for
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("one_thread")]
@@ -125,48 +124,3 @@ def test_cluster_check_names_each_problem(project, address):
     assert "$STAGED/own.npz" in problem  # the first node has no such folder
     assert "same values" in done.stdout
     assert "dry run passed" in done.stdout
-
-
-SRUN = """#!/bin/bash
-# Stands for Slurm's srun: runs the command on this machine.
-while [[ "$1" == --* ]]; do shift; done
-exec "$@"
-"""
-SCONTROL = """#!/bin/bash
-# Stands for Slurm's scontrol.
-case "$1" in show) printf 'localhost\\nlocalhost\\n' ;; requeue) echo "$2" >> requeued ;; esac
-"""
-SBATCH = Path(__file__).parents[2] / "examples" / "slurm_ray.sbatch"
-
-
-def start_job(folder: Path, temporary: str) -> subprocess.Popen:
-    """Start the sbatch file as Slurm does, on two machines without GPUs."""
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost"}
-    variables = environment(**job, RAY_TMPDIR=temporary)
-    variables["PATH"] = f"{folder}/slurm:{variables['PATH']}"
-    return start(["bash", SBATCH, "own.yaml"], folder / "job.log", variables)
-
-
-def test_a_slurm_job_is_killed_and_requeued(project):
-    folder = project[0]
-    (folder / "slurm").mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (folder / "slurm" / name).write_text(text)
-        (folder / "slurm" / name).chmod(0o755)
-    run = folder / "runs" / f"slurm-{os.getpid()}"
-    with short_folder() as temporary:
-        for end in ("kill", "requeue", "finish"):
-            job = start_job(folder, temporary)
-            try:
-                if end == "finish":
-                    assert job.wait(300) == 0, (folder / "job.log").read_text()
-                    break
-                before = len(untimed_rows(run)) if (run / "metrics.csv").exists() else 0
-                wait_for(run / "checkpoints" / f"round-{before + 2:06}", job)
-                if end == "requeue":  # what Slurm sends before the time limit
-                    job.send_signal(signal.SIGUSR1)
-                    job.wait(120)
-            finally:
-                kill_tree(job)
-    assert (folder / "requeued").read_text() == f"{os.getpid()}\n"
-    assert_same_folders(run, folder / "sequential")
