@@ -124,6 +124,16 @@ def test_gradients_of_samples_are_those_of_a_loop(name, dtype):
             torch.testing.assert_close(found[key][i], gradient, rtol=tolerance, atol=tolerance)
 
 
+def test_each_sample_has_a_dropout_mask_of_its_own():
+    """All samples are alike, so their gradients differ by their masks alone."""
+    module = client(nn.Sequential(nn.Flatten(), nn.Linear(36, 16), nn.Dropout(0.5), nn.Linear(16, 4)))
+    x, y = torch.ones(8, 1, 6, 6), torch.zeros(8, dtype=torch.int64)
+    gradients, _ = sample_gradients(SampleLosses(module, []), trainable_parameters(module.backbone), x, y)
+    dropped = gradients["1.bias"] == 0
+    assert len(dropped.unique(dim=0)) > 4
+    assert 0.2 < float(dropped.double().mean()) < 0.8
+
+
 def test_a_network_that_vmap_cannot_batch_is_detected():
     class Branches(nn.Linear):
         def forward(self, x):

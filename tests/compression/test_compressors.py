@@ -67,6 +67,11 @@ def test_an_index_has_the_bits_of_the_largest_one(size):
     assert index_width(size) == max(1, math.ceil(math.log2(size)))
 
 
+def test_positions_are_sent_as_a_list_if_both_forms_have_the_same_size():
+    assert pack_positions(torch.tensor([0, 3]), 4).tolist() == [0b00_11_0000]
+    assert pack_positions(torch.tensor([0, 1, 3]), 4).tolist() == [0b1101_0000]  # a mask is smaller
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 1.0])
 def test_positions_are_sent_in_the_smaller_of_two_forms(size, share):
