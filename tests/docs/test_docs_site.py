@@ -466,6 +466,7 @@ QUESTIONS = {
     "reproduce paper results": "reproduced",
     "jupyter notebook": "notebook",
     "install": "getting-started",
+    "fedprox": "methods/fedprox",
 }
 
 
