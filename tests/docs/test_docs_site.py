@@ -467,6 +467,7 @@ QUESTIONS = {
     "reproduce paper results": "reproduced",
     "jupyter notebook": "notebook",
     "install": "getting-started",
+    "fedprox": "methods/fedprox",
 }
 
 
