@@ -178,8 +178,9 @@ def test_the_area_of_a_bubble_is_proportional_to_its_samples(figures: list[Figur
     assert per_sample > 0
     for place, n in expected.items():
         assert areas[place] == pytest.approx(n * per_sample)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("client", "class")
-    assert axes.get_title() == "34 training samples; the largest bubble is 16"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Client", "Class")
+    assert axes.get_title() == "34 training samples"
+    assert figures[0].legends[0].texts[0].get_text() == "16"
     assert axes.get_xlim() == pytest.approx((-0.7, 2.7))
     assert axes.get_ylim() == pytest.approx((-0.7, 3.7))
 
@@ -205,7 +206,7 @@ def test_many_clients_are_drawn_as_a_heat_map(figures: list[Figure], tmp_path: P
     np.testing.assert_allclose(shown[0, :100], np.mean(np.reshape(expected[0], (100, 5)), axis=1))
     np.testing.assert_allclose(shown[1, 100:], np.mean(np.reshape(expected[1], (100, 5)), axis=1))
     assert shown.sum() * 5 == pytest.approx(counts.sum())
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("clients, sorted", "class")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Clients, sorted", "Class")
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (200, 2), (3, 300)])
@@ -213,7 +214,8 @@ def test_size_and_ticks_of_the_figure(clients: int, classes: int, figures: list[
     write_figure(tmp_path / "partition.png", np.ones((clients, classes), int))
     assert max(figures[0].get_size_inches()) <= 24
     (axes,) = figures[0].axes
-    assert axes.get_title() == f"{clients * classes:,} training samples; the largest bubble is 1"
+    assert axes.get_title() == f"{clients * classes:,} training samples"
+    assert [text.get_text() for text in figures[0].legends[0].texts] == ["1 samples"]
     for ticks, size in ((axes.get_xticks(), clients), (axes.get_yticks(), classes)):
         assert ticks[0] == 0
         assert ticks[-1] < size

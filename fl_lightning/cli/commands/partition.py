@@ -73,7 +73,7 @@ def write_figure(path: Path, counts: np.ndarray, names: Names = Names()) -> None
     clients, classes = counts.shape
     bubbles = clients <= MAX_COLUMNS
     width, height = max(2 + 0.35 * clients, 4), 1.5 + 0.3 * classes + bool(names.clients)  # names may be rotated
-    size = (min(width, 24), min(height, 24)) if bubbles else (4.0, 3.4)
+    size = (min(width, 24), min(height, 23.5)) if bubbles else (4.0, 3.4)  # the legend adds to the height
     with rc_context(figure_style(font_size=10)):
         figure = Figure(figsize=size, layout="constrained")
         draw_partition(axes := figure.subplots(), counts, BUBBLE_AREA, names)
