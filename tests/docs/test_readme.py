@@ -22,9 +22,9 @@ def test_the_readme_is_short_and_counts_the_methods():
 def test_the_commands_of_the_first_result_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```text\n(fl-lightning fit .*?--out runs/first\n.*?)```", README, re.S)
-    reduced = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null", "--seeds", "0", "1"]
+    reduced = ["--rounds", "1", "--trainer.max_steps", "1", "--logger", "null"]
     outputs = []
-    for line in block.splitlines():
+    for line in block.replace("--seeds 0 1 2", "--seeds 0 1").splitlines():
         for command in line.split(" && "):
             words = shlex.split(command)[1:]
             done = run(*words, *(reduced if words[0] == "fit" else []))
