@@ -4,14 +4,9 @@ import contextlib
 import csv
 import json
 import math
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import killed_runs
 import numpy as np
 import pytest
 import yaml
@@ -458,35 +453,6 @@ def test_the_command_tunes_runs_and_resumes(tmp_path, monkeypatch):
     assert "0 of 8 runs to do" in again.err
     best = json.loads(next(folder.glob("runs/global/FedSAM/seed_0-*/final/summary.json")).read_text())
     assert f"{best['global/acc_last']:.4f}"[:4] in (folder / "results.csv").read_text()
-
-
-def results_below(folder: Path) -> dict[str, dict[str, bytes | list[bytes]]]:
-    """Return the results of all runs of a benchmark by the run's folder."""
-    runs = [path.parent for path in folder.rglob("config.yaml")]
-    return {str(one.relative_to(folder)): killed_runs.results_of(one) for one in runs}
-
-
-@pytest.mark.thorough
-def test_a_killed_benchmark_gives_the_bytes_of_an_uninterrupted_one(tmp_path, monkeypatch):
-    """The command is killed while it tunes, and again after some of the last runs are there."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    table = {"metric": "global/acc", "methods": ["FedAvg"]}
-    content = {"config": "tiny.yaml", "tables": {"global": table}, "search": {"optimizer.lr": LOG}}
-    content |= {"tuning": {"trials": 2, "seeds": [9]}, "seeds": [0, 1]}
-    Path("b.yaml").write_text(yaml.safe_dump(content))
-    words = ["benchmark", "b.yaml", "--threads", "1", "--out"]
-    assert run(*words, "whole").code == 0
-    for begun in ("tuning/**/seed_9-*/config.yaml", "runs/**/seed_0-*/final/summary.json"):
-        process = subprocess.Popen([sys.executable, "-m", "fl_lightning", *words, "killed"], stdout=subprocess.DEVNULL)
-        while not any(Path("killed").glob(begun)):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert run(*words, "killed").code == 0
-    assert results_below(Path("killed")) == results_below(Path("whole"))
-    assert len(results_below(Path("whole"))) == 4
 
 
 @pytest.mark.thorough
