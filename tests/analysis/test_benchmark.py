@@ -4,9 +4,14 @@ import contextlib
 import csv
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import killed_runs
 import numpy as np
 import pytest
 import yaml

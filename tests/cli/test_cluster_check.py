@@ -10,7 +10,7 @@ import fl_lightning
 from fl_lightning.cli.commands import cluster_check
 from fl_lightning.engines.ray_cluster import PACKAGES, Machine, version_finder
 
-OURS = version_finder()(PACKAGES)
+OURS = version_finder()(PACKAGES) | {"ray": "2.51.0"}  # also where Ray is not installed
 GOOD = Machine("10.0.0.1", 8, 1, OURS)
 
 
@@ -52,6 +52,7 @@ def check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = []
     monkeypatch.setattr(cluster_check, "train_short_round", lambda *_: trained.append(1))
+    monkeypatch.setattr(cluster_check, "version_finder", lambda: lambda packages: OURS)
 
     def check(*machines, engine="--engine=RayEngine"):
         monkeypatch.setattr(cluster_check, "find_machines", lambda *_: list(machines))

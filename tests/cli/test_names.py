@@ -269,7 +269,7 @@ def test_suggested_classes_exist():
         ("--optimizer.help SDG", "optimizer: class 'SDG' not found. Did you mean SGD?"),
     ],
 )
-def test_help_on_an_unknown_class_is_answered_as_the_class_itself(option, message):
+def test_help_on_an_unknown_class_is_answered_as_the_class_itself(option, message, here):
     assert refusal(f"fit {option}") == message
     assert refusal(f"fit {option.replace('.help', '').replace('loss_terms', 'loss_terms+')}") == message
 

@@ -34,6 +34,8 @@ INFINITE = {
     ("DeviceClock", "download_mbit"),
     ("DeviceClock", "upload_mbit"),
     ("NormBound", "bound"),
+    ("ProcessesEngine", "held_megabytes"),
+    ("RayEngine", "held_megabytes"),
     ("UAPDFL", "th_i"),
     *((cls, name) for cls in ("CFL", "Splits") for name in ("eps1", "eps2")),
 }
