@@ -1,4 +1,4 @@
-"""Reports of the progress within a round: whoever trains clients reports it, and a progress display listens.
+"""Reports of the progress within a round: engines report it, and a progress display listens.
 
 Reports pass through a context variable, because loops deep inside an engine make them. Without a listener, as in a
 worker process, a report does nothing.
