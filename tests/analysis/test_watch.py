@@ -678,7 +678,7 @@ def test_watch_reports_that_the_run_was_removed(tmp_path):
         (folder / "metrics.csv").unlink()
         assert one.end() == 2
     reason = "not a run, or its first round has not ended: metrics.csv not found"
-    assert f"{folder}: {reason}" in "".join(one.output.decode().split("\r\n"))
+    assert f"{folder}: {reason}" in " ".join(one.output.decode().split("\r\n"))
     assert one.after == one.before
 
 

@@ -108,7 +108,7 @@ def test_the_command_of_a_method_runs(reference, kind, tmp_path, monkeypatch, ca
         assert kind.family() == "adapters", "tests/pretrained/test_adapters_page.py runs these"
         return
     monkeypatch.chdir(tmp_path)
-    assert main([*shlex.split(command)[1:], "--fast"]) == 0
+    assert main([*shlex.split(command)[1:], "--fast"]) == 0, capsys.readouterr().err
     assert not capsys.readouterr().err
 
 
