@@ -120,6 +120,7 @@ def test_a_run_equals_a_loop_by_hand_fedasync(tmp_path):
     assert max(row["client/staleness"] for row in run.csv.rows) >= 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [Buffered(4), Deadline(0.5, 2.0, "next_round")])
 def test_a_resumed_run_and_other_engines_give_the_same_bytes(tmp_path, policy):
     options = ASYNCHRONOUS | {"round_policy": policy}

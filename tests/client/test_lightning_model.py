@@ -90,6 +90,7 @@ def federated_by_hand(run, build, train):
     return weights
 
 
+@pytest.mark.thorough
 def test_a_lightning_module_of_lightning_equals_a_loop_over_its_training_step_bit_for_bit(tmp_path):
     rng = np.random.default_rng(0)
     x = {name: rng.integers(0, 10, (n, 1)) for name, n in (("x_train", 80), ("x_test", 10))}

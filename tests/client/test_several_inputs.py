@@ -158,6 +158,7 @@ class AsLoader:
         return ((dict(zip(x.tensors, tensors_of(x), strict=True)), y) for x, y in self.batches)
 
 
+@pytest.mark.thorough
 def test_a_lightning_module_gets_the_batches_of_a_loader_of_its_own(tmp_path):
     run = own(tmp_path, LitNet, optimizer=None)
     run.fit()

@@ -245,6 +245,7 @@ def test_clients_with_one_model_share_the_compressed_and_the_restored_tensors():
     assert not torch.equal(codec.restore_download(changed, 0).section("model")["c"], first.section("model")["c"])
 
 
+@pytest.mark.thorough
 def test_downloaded_weights_are_unbiased():
     model = weights(3)
     found = []

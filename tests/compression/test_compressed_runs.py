@@ -98,6 +98,7 @@ def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, compressor, store):
     assert_same_run(whole, rest)
 
 
+@pytest.mark.thorough
 def test_another_compression_is_refused_on_resume(tmp_path, capsys):
     words = ["--config", "digits_fedavg.yaml", "--rounds", "1", "--logger", "null", "--trainer.max_epochs", "1"]
     folder = str(tmp_path / "run")
@@ -155,6 +156,7 @@ def test_received_models_are_those_after_decompression(tmp_path):
     assert not same_bytes(initial, half)
 
 
+@pytest.mark.thorough
 def test_received_models_are_evaluated_after_decompression(tmp_path):
     evaluation = Evaluation(client_model="received")
     options = {**SMALL, "evaluation": evaluation, "batch_size": 32}
@@ -165,6 +167,7 @@ def test_received_models_are_evaluated_after_decompression(tmp_path):
     assert coarse > dense + 0.01
 
 
+@pytest.mark.thorough
 def test_figures_of_trained_models_see_dense_weights(tmp_path):
     run = finished(tmp_path, compression=TopK(keep=1.0), callbacks=[UnitDivergence()], **SMALL)
     dense = finished(tmp_path / "dense", callbacks=[UnitDivergence()], **SMALL)

@@ -161,6 +161,7 @@ def test_top_k_of_equal_entries_keeps_the_first():
     assert restored(TopK(keep=0.4), v).tolist() == [0, -2, 2, 0, 0]
 
 
+@pytest.mark.thorough
 def test_random_k_keeps_each_entry_equally_often_and_is_unbiased_without_feedback():
     v, rounds = vector(40), 4000
     plain = torch.stack([restored(RandomK(keep=0.25), v, seed) for seed in range(rounds)])
@@ -198,6 +199,7 @@ def test_qsgd_rounds_to_neighbouring_levels(levels, bucket):
             assert min(abs(float(got) - one) for one in near) < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("levels", "bucket"), [(1, None), (3, 8), (15, None)])
 def test_qsgd_is_unbiased_and_within_the_bound_of_its_variance(levels, bucket):
     v, rounds = vector(32), 4000
