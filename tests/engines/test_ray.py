@@ -181,7 +181,7 @@ def occupied(cluster, engine):
 
 
 def test_a_run_waits_for_free_cores_and_says_so(tmp_path, occupied, monkeypatch, capfd):
-    monkeypatch.setattr("fl_lightning.engines.ray.REPORT", 0.5)
+    monkeypatch.setattr("fl_lightning.engines.ray.REPORT", 0.0)  # the first report is before the cores are free
     experiment(tmp_path, rounds=1, engine=Busy(occupied, workers=1)).fit()
     line = "engine: 0 of 1 workers have started. Each needs 1 CPU; 0 of 2 CPUs are free."
     assert line in capfd.readouterr().err
