@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
 
 EXPORTERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
-"""Loggers whose records, such as about packages that are not installed, mean nothing to somebody who exports a run."""
+"""Loggers whose records, such as about packages that are not installed, do not concern the export of a run."""
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 """Packages that are needed to write and check an `.onnx` file."""

@@ -30,7 +30,7 @@ FIGURES |= {"_worst_decile": "{} (worst 10% of clients)", "": "Client {}"}
 
 MODELS = {"client": "", "trained_client": ", trained models", "new_client": ", new clients"}
 MODELS |= {"personal_on_global": ", personal models on the global test set"}
-"""What follows the label of a metric of clients, by the first part of the column."""
+"""The words after the label of a metric of clients, by the first part of the column."""
 
 CLIENT_COLUMN = re.compile(rf"({'|'.join(MODELS)})/(.+?)(_mean|_weighted|_std|_worst_decile|)")
 

@@ -9,7 +9,7 @@ from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.scheduling.schedule import Dispatch, RoundPolicy, Schedule
 
 Late = Literal["drop", "next_round", "partial"]
-"""What happens to clients that miss a deadline."""
+"""The treatment of clients that would miss a deadline."""
 
 
 class Synchronous(RoundPolicy):

@@ -1,4 +1,4 @@
-"""What the package index shows, and the list of what stays stable."""
+"""The page for the package index, and the list of the public API."""
 
 import importlib.util
 import re

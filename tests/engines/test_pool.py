@@ -416,7 +416,7 @@ class LastFirst(LocalPool):
 
 
 def finished_before_the_first(tmp_path, workers, held_megabytes):
-    """Train 20 clients, the first of which is slow. Return how many others have finished before, and the model."""
+    """Train 20 clients; the first one is slow. Return how many others have finished before, and the model."""
     engine = LastFirst(workers, held_megabytes=held_megabytes)
     run = experiment(tmp_path, engine=engine, rounds=1, clients_per_round=None, scenario=digits(20, alpha=10))
     run.fit()
