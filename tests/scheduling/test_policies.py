@@ -241,6 +241,13 @@ def test_the_server_waits_until_enough_clients_are_online():
     assert list(never.plan(1, 2).versions) == [1]  # the run then ends with an error: two are never online together
 
 
+def test_while_a_client_is_at_work_the_server_does_not_wait_for_others():
+    """Client 0 needs half an hour and is online for one, client 1 needs five hours."""
+    plans = by_day(Buffered(2), [1800.0, 5 * 3600.0], [0, 0], [1.0, 24.0])
+    assert [plans.plan(round, 1).versions for round in (1, 2, 3)] == [{0: 0}, {0: 1}, {1: 0}]
+    assert (plans.now, plans.running) == (5 * 3600, [])
+
+
 def test_a_client_pauses_while_it_is_offline():
     """It needs 7 hours, is online for 3 hours a day, and is asked after the first of them."""
     hours = Hours(np.array([3600.0]), np.array([3 * 3600.0]))
