@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fl_lightning.cli.catalogue import classes
+from fl_lightning.cli.catalogue import BASES, classes, classes_of
 from fl_lightning.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +90,11 @@ def test_the_table_of_loops_has_a_rounding_error_for_every_method():
     assert {name for name, *_ in rows} == {kind.__name__ for kind in classes("algorithms")}, "run: python docs/loops.py"
     assert all(float(difference) < 1e-12 for _, difference, _ in rows)
     assert all((ROOT / "tests" / "algorithms" / test).is_file() for *_, test in rows)
+
+
+def test_no_example_is_called_like_a_class_that_a_config_can_name():
+    """In a process that knows both, such as a notebook, the short name in a config would be ambiguous."""
+    texts = [path.read_text() for path in (*PAGES, *sorted((ROOT / "docs" / "recipes").glob("*.md")))]
+    examples = {name for text in texts for name in re.findall(r"^ *class (\w+)", text, re.M)}
+    assert "MyFedDyn" in examples
+    assert not examples & {name for kind in BASES for name in classes_of(kind)}

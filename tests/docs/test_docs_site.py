@@ -132,7 +132,7 @@ def test_your_algorithm_page_runs(work_dir, monkeypatch, capsys):
     assert counts["client/train_confidence_penalty"] == 3, "the term alone, and twice the method"
     assert counts["client/train_proximal"] == 1, "added to the method"
     assert counts["client/train_prior_matching"] == counts["client/train_prototype_pull"] == 1
-    assert counts["client/train_dynamic_regularizer"] == 1
+    assert counts["client/train_my_regularizer"] == 1
     runpy.run_path("run_mine.py", run_name="__main__")
     assert Path("runs/mine/final/model.pt").is_file()
     tests = vars(importlib.import_module("test_mine"))
