@@ -64,7 +64,8 @@ def simplify_message(message: str, parser: ArgumentParser, line: CommandLine = C
     is_experiment = "config" in parser.get_defaults(skip_validation=True)
     shown = key if is_experiment or not key else f"--{key}"
     reason = (
-        _missing_argument(message, parser.prog, is_experiment)
+        _model_of_hugging_face(key, message)
+        or _missing_argument(message, parser.prog, is_experiment)
         or _options_of_function(message)
         or _unknown_argument(key, message, line)
         or _wrong_value(key, message)
@@ -72,6 +73,16 @@ def simplify_message(message: str, parser: ArgumentParser, line: CommandLine = C
         or _without_noise(message)
     )
     return f"{shown}: {reason}" if shown else reason
+
+
+def _model_of_hugging_face(key: str, message: str) -> str | None:
+    """Return our message about a class of `transformers` that is given as the model. Return None for any other."""
+    found = re.search(r"'(transformers\.[\w.]+)'", message) if key == "model" else None
+    if not found:
+        return None
+    from fl_lightning.models.wrapped import HUGGING_FACE
+
+    return f"{found[1]} {HUGGING_FACE}"
 
 
 def _missing_argument(message: str, program: str, is_experiment: bool) -> str | None:

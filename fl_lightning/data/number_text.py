@@ -21,11 +21,20 @@ NUMBER = re.compile(
 )
 """Matches a text that holds one number, possibly with separators of thousands, a sign, a currency and a unit."""
 
+MONTH = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+
 DATE = re.compile(
     r"(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{2}){1,2})(?:[T\s].*)?"
-    r"|\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\.?)?"
+    rf"|(?:[a-z]{{3,9}},?\s)?(?:{DAY}[\s.-]{{1,2}}{MONTH}|{MONTH}\s{DAY})(?:,?[\s-]\d{{2,4}})?(?:,?\s.*)?"
+    rf"|\d{{4}}[\s/-]{MONTH}[\s/-]{DAY}"
+    r"|\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?:\s?[ap]\.?m\.?)?",
+    re.IGNORECASE,
 )
-"""Matches a date or a time of day that is written in digits."""
+"""Matches a date, with the month in digits or in English, or a time of day."""
 
 LONGEST = 40
 """Number of characters above which a text is neither compared with `NUMBER` nor with `DATE`."""
@@ -89,7 +98,7 @@ def written_numbers(texts: pd.Series) -> tuple[str, np.ndarray] | None:
             return False
         return many or not (found["currency"] or found["unit"])
 
-    for what, matches in (("numbers", is_number), ("dates", DATE.fullmatch)):
+    for what, matches in (("dates", DATE.fullmatch), ("numbers", is_number)):
         found = [text for text in counts.index if len(text) <= LONGEST and matches(text)]
         if 2 * counts[found].sum() > len(texts):
             return what, texts.isin(found).to_numpy()

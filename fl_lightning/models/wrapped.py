@@ -23,8 +23,8 @@ WEIGHTS = {"weights", "weights_backbone", "pretrained", "pretrained_backbone"}
 """Arguments of torchvision's functions that download weights."""
 
 HUGGING_FACE = (
-    "is a model of Hugging Face, which takes a config and returns an object. Build it in the constructor of your own "
-    "nn.Module, and return its `.logits` from forward (an example is in docs/your-model.md)"
+    "is a model of Hugging Face, which takes a config and returns an object. Use model: Pretrained with a folder of "
+    "weights, or build it in your own nn.Module and return its `.logits` from forward (docs/your-model.md)"
 )
 """Why such a model cannot be used directly, and what to do."""
 

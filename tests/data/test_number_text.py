@@ -48,6 +48,9 @@ WRITTEN: dict[str, Callable[[float], str]] = {
     "minus sign": lambda x: f"\N{MINUS SIGN}{x:.2f}",
     "full width": lambda x: "".join(chr(ord(d) + 0xFEE0) for d in str(int(x))),
     "dates": lambda x: f"{int(x) % 28 + 1:02}.11.2026",
+    "dates with names of months": lambda x: f"{int(x) % 28 + 1} {('Jan', 'March', 'Sept.', 'dec')[int(x) % 4]} 2026",
+    "American dates": lambda x: f"Nov {int(x) % 28 + 1}, 2026",
+    "days of a year": lambda x: f"{int(x) % 28 + 1}-Nov",
     "times": lambda x: f"{int(x) % 24:02}:{int(x) % 60:02}",
 }
 
@@ -56,7 +59,7 @@ WRITTEN: dict[str, Callable[[float], str]] = {
 @pytest.mark.parametrize("case", WRITTEN)
 def test_numbers_and_dates_written_as_text_are_refused_with_the_fix(case: str, tmp_path: Path) -> None:
     make = partial(Table, write_incomes(tmp_path / "t.csv", WRITTEN[case]), "label", separator=";")
-    what = "dates" if case in ("dates", "times") else "numbers"
+    what = "dates" if case in ("times", "days of a year") or "dates" in case else "numbers"
     facts = (f"'income' holds {what}", f" in row 1 of {tmp_path}/t.csv. ", f"{KEY}categorical")
     check_refused(make, "dataset.features", *facts)
     assert make(categorical=["income"]).checked().schema.columns[0].categories
@@ -106,6 +109,8 @@ CATEGORIES = {
     "ordinals": ["1st", "2nd", "3rd", "4th"],
     "codes with zeros": ["01-A", "02-B", "03-C", "04-D"],
     "half of them numbers": ["$1", "$2", "few", "many"],
+    "months": ["January", "Feb", "March", "May"],
+    "names like months": ["Mars 1", "Maya 12", "Decade 3", "Juno 4"],
     "versions": ["1.2.3", "1.2.4", "2.0.0", "2.0.1"],
 }
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny_models import CONFIGS, TASKS, save_model
 
+from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.trusted_imports import Untrusted, untrusted
@@ -165,3 +166,10 @@ def test_a_model_of_this_package_still_refuses_several_inputs():
 def test_the_id_of_a_token_is_not_negative(tmp_path):
     with pytest.raises(ConfigError, match=r"model.pad_token_id"):
         Pretrained(TEXT_SHAPE, 3, path=str(tmp_path), pad_token_id=-1)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "AutoModel", "BertModel.from_pretrained"])
+def test_a_class_of_transformers_as_the_model_is_refused_with_the_name_of_ours(name, capsys):
+    assert main(["fit", "--config", "digits_fedavg", "--model", f"transformers.{name}", "--fast"]) == 2
+    assert f"model: transformers.{name} " in (message := capsys.readouterr().err)
+    assert "Pretrained" in message
