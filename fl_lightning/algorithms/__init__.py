@@ -185,6 +185,7 @@ if TYPE_CHECKING:  # for editors and type checkers, to which a class that is not
     from fl_lightning.algorithms.robust.krum import Krum as Krum, MultiKrum as MultiKrum
     from fl_lightning.algorithms.robust.median import Median as Median
     from fl_lightning.algorithms.robust.nearest_neighbor_mixing import NearestNeighborMixing as NearestNeighborMixing
+    from fl_lightning.algorithms.robust.signguard import SignGuard as SignGuard
     from fl_lightning.algorithms.robust.trimmed_mean import TrimmedMean as TrimmedMean
 
 if not TYPE_CHECKING:  # type checkers export the names above, and cannot read a computed list

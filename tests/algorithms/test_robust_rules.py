@@ -17,6 +17,7 @@ from fl_lightning.algorithms import (
     MultiKrum,
     NearestNeighborMixing,
     NormBound,
+    SignGuard,
     TrimmedMean,
     WeightedMean,
 )
@@ -25,6 +26,7 @@ from fl_lightning.algorithms.robust import vectors
 from fl_lightning.algorithms.robust.bulyan import select_by_krum
 from fl_lightning.algorithms.robust.krum import krum_order as ranking
 from fl_lightning.algorithms.robust.rule import tolerated
+from fl_lightning.algorithms.robust.signguard import largest_cluster, sign_shares
 from fl_lightning.core.errors import ConfigError, TooFewClients
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -42,6 +44,7 @@ RULES = {
     "GeometricMedian": partial(GeometricMedian, 5, 0.1),
     "CenteredClipping": partial(CenteredClipping, 2.0, 3),
     "NormBound": partial(NormBound, 2.0),
+    "SignGuard": partial(SignGuard, share=0.5),
     "Bucketing": lambda: Bucketing(Krum(1)),
     "NearestNeighborMixing": lambda: NearestNeighborMixing(TrimmedMean(2), 2),
 }
@@ -144,6 +147,38 @@ def buckets(rows, size, seed=0):
     return np.array([rows[order[i : i + size]].mean(axis=0) for i in range(0, len(rows), size)])
 
 
+def mean_shift(points):
+    """Return the members of the largest cluster by mean shift with a flat kernel (Comaniciu and Meer 2002)."""
+    n = len(points)
+    gaps = [[np.linalg.norm(x - y) for y in points] for x in points]
+    width = np.mean([sorted(row)[max(1, n // 2) - 1] for row in gaps])
+    modes = []
+    for centre in points:
+        while True:
+            near = [x for x in points if np.linalg.norm(x - centre) <= width]
+            old, centre = centre, np.mean(near, axis=0)
+            if np.linalg.norm(centre - old) <= 1e-3 * width:
+                break
+        modes.append((len(near), tuple(centre)))
+    centres = []
+    for _, mode in sorted(set(modes), reverse=True):
+        if all(np.linalg.norm(np.subtract(mode, other)) > width for other in centres):
+            centres.append(mode)
+    labels = [min(range(len(centres)), key=lambda c: np.linalg.norm(x - centres[c])) for x in points]
+    return np.array(labels) == max(range(len(centres)), key=labels.count)
+
+
+def sign_guard(gaps, lower, upper, share, seed=0):
+    """Return the mean of the clipped updates that both filters keep, and which these are."""
+    norms = [np.sqrt(sum(x * x for x in gap)) for gap in gaps]
+    middle = np.median(norms)
+    count = round(share * SIZE)
+    used = Round(1, {}, seed).rng.choice(SIZE, count, replace=False, shuffle=False)
+    signs = [[sum(np.sign(gap[i]) == s for i in used) / count for s in (1, 0, -1)] for gap in gaps]
+    kept = mean_shift(np.array(signs)) & [lower * middle <= norm <= upper * middle for norm in norms]
+    return np.mean([clip(gap, middle) for gap, keep in zip(gaps, kept, strict=True) if keep], axis=0), kept
+
+
 @pytest.mark.parametrize("n", [11, 12])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_rule_is_that_of_its_equation(n, seed, monkeypatch):
@@ -166,6 +201,8 @@ def test_a_rule_is_that_of_its_equation(n, seed, monkeypatch):
         + sum(s * clip(gap, 4.0) for s, gap in zip(samples, gaps, strict=True)) / sum(samples),
         CenteredClipping(4.0): origin + centered(gaps, 4.0, 1, np.zeros(SIZE)),
         CenteredClipping(3.0, 4): origin + centered(gaps, 3.0, 4, np.zeros(SIZE)),
+        SignGuard(share=0.5): origin + sign_guard(gaps, 0.1, 3.0, 0.5)[0],
+        SignGuard(0.9, 1.1): origin + sign_guard(gaps, 0.9, 1.1, 0.1)[0],
         NearestNeighborMixing(Krum(2), 3): mixed(rows, 3)[krum_order(mixed(rows, 3), 2)[0]],
         Bucketing(TrimmedMean(1), 3): trimmed(buckets(rows, 3), 1),
         Bucketing(NormBound(1.0), 2): origin + sum(clip(gap, 1.0) for gap in buckets(rows, 2) - origin) / ceil(n / 2),
@@ -173,6 +210,49 @@ def test_a_rule_is_that_of_its_equation(n, seed, monkeypatch):
     }
     for rule, value in expected.items():
         assert np.abs(apply(rule, rows, origin, samples) - value).max() < 1e-12, rule
+
+
+def test_the_clusters_of_signguard_are_those_of_a_loop():
+    for seed in range(20):
+        points = np.random.default_rng(seed).normal(size=(9, 3))
+        assert np.array_equal(largest_cluster(torch.from_numpy(points)), mean_shift(points))
+    assert largest_cluster(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])).tolist() == [True, False, True]
+    assert largest_cluster(torch.ones(1, 3)).tolist() == [True]
+
+
+def test_the_signs_of_updates_are_counted():
+    rows = np.array([[1.0] * 5 + [0.0] * 6 + [-1.0] * 11, [-1.0] * SIZE])
+    models = vectors.Vectors([split(row + 2) for row in rows], list(SHAPES), split(np.full(SIZE, 2.0)), {}, None)
+    shares = sign_shares(models, 1.0, np.random.default_rng(0)).numpy()
+    np.testing.assert_allclose(shares, [[5 / 22, 6 / 22, 0.5], [0, 0, 1]])
+
+
+def test_signguard_leaves_out_other_norms_and_other_signs():
+    """Three clients reverse their signs, one sends a long update and one a short one. The others stay."""
+    gaps = np.abs(draw(N, 4)) + 0.5
+    gaps[:3] *= -1
+    gaps[3] *= 1e6
+    gaps[4] *= 1e-3
+    value, kept = sign_guard(gaps, 0.1, 3.0, 1.0)
+    assert kept.tolist() == [False] * 5 + [True] * (N - 5)
+    assert np.abs(apply(SignGuard(share=1.0), gaps) - value).max() < 1e-12
+
+
+def test_signguard_keeps_the_model_if_no_update_passes_both_filters():
+    """Most updates have few positive elements and large norms, the others many and the median norm."""
+    gaps = np.ones((5, SIZE))
+    gaps[:3] *= -1
+    gaps *= np.array([9.0, 9.0, 0.01, 1.0, 1.0])[:, None]
+    origin = draw(1, 3)[0]
+    assert np.array_equal(apply(SignGuard(), gaps + origin, origin), origin)
+    assert np.array_equal(apply(SignGuard(), np.zeros((4, SIZE)) + origin, origin), origin)
+
+
+def test_signguard_draws_other_coordinates_in_other_rounds():
+    rows = draw(N, 2)
+    results = {apply(SignGuard(share=0.2), rows, seed=seed).tobytes() for seed in range(8)}
+    assert len(results) > 1
+    assert len({apply(SignGuard(share=1.0), rows, seed=seed).tobytes() for seed in range(8)}) == 1
 
 
 def test_the_order_of_krum_and_the_choice_of_bulyan_are_those_of_loops():
@@ -245,6 +325,12 @@ def test_a_rule_without_attackers_is_the_mean_bit_for_bit(rule):
     samples = list(range(3, 3 + N))
     mean = apply(WeightedMean("uniform"), rows, origin)
     assert apply(rule, rows, origin, samples, centre=origin).tobytes() == mean.tobytes()
+
+
+def test_signguard_is_the_mean_bit_for_bit_if_updates_have_the_same_norm_and_signs():
+    numbers = np.random.default_rng(0)
+    rows = np.array([numbers.permutation(np.arange(SIZE) - 7.0) for _ in range(N)])
+    assert apply(SignGuard(share=1.0), rows).tobytes() == apply(WeightedMean("uniform"), rows).tobytes()
 
 
 def test_an_unbounded_norm_is_the_weighted_mean_bit_for_bit():
@@ -326,6 +412,7 @@ def inside_box(value, honest):
         (NearestNeighborMixing(MultiKrum(4), 4), 4),
         (Bucketing(Median(), 2), 2),
         (Bucketing(TrimmedMean(2), 2), 2),
+        (SignGuard(share=1.0), 5),
     ],
 )
 def test_f_attackers_leave_the_result_between_the_honest_models(rule, f):
@@ -472,6 +559,9 @@ def test_too_few_models_are_refused_before_round_1_and_in_a_round():
         (lambda: CenteredClipping(0.0), "tau"),
         (lambda: CenteredClipping(1.0, 0), "iterations"),
         (lambda: NormBound(0.0), "bound"),
+        (lambda: SignGuard(lower=1.1), "lower"),
+        (lambda: SignGuard(upper=0.9), "upper"),
+        (lambda: SignGuard(share=0.0), "share"),
         (lambda: Bucketing(size=0), "size"),
         (lambda: NearestNeighborMixing(f=-1), "f"),
         (lambda: TrimmedMean(1.5), "f"),

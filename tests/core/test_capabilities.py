@@ -46,7 +46,7 @@ DECLARED = {
     "only_steps_read_data": {  # their `upload` sends weights and numbers of steps
         *("FedCM", "FedDC", "FedExLoRA", "FLoRA", "FlexLoRA", "Local", "MoFedSAM", "RoLoRA", "SCAFFOLD"),
     },
-    "is_mean": {*MEANS.split(), "TrimmedMean", "WeightedMean"},
+    "is_mean": {*MEANS.split(), "SignGuard", "TrimmedMean", "WeightedMean"},
 }
 """Classes that override a method and declare that they have the capability nevertheless."""
 

@@ -21,7 +21,7 @@ from fl_lightning.core.state_dicts import State
 
 def clip_factors(norms: Tensor, bound: float) -> Tensor:
     """Return the factors `min(1, bound / norm)`, `(n,)`, that clip vectors of given norms; 1 for a norm of 0."""
-    return (bound / norms).clamp(max=1.0)
+    return torch.where(norms > bound, bound / norms, 1.0)
 
 
 class NormBound(RobustRule, Aggregator):
