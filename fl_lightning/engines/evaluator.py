@@ -27,7 +27,8 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
-from fl_lightning.engines.base import Done, Engine, in_client_order
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder, Done
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
@@ -131,7 +132,7 @@ class Evaluator:
                 who = self.worker.data.names.client(result.client)
                 warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
 
-        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), in_client_order(clients, warn_of_failure))
+        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), ClientOrder(clients, warn_of_failure))
 
     def initial_uploads(self, clients: Sequence[int], done: Done) -> None:
         """Let clients upload their untrained models before round 1, and call `done` with the results.
@@ -296,7 +297,7 @@ def run_successfully(engine: Engine, worker: Worker, tasks: Tasks, done: Done) -
             raise result.failure
         done(result)
 
-    engine.run(worker, tasks, in_client_order(tasks.clients, check))
+    engine.run(worker, tasks, ClientOrder(tasks.clients, check))
 
 
 def results_of(engine: Engine, worker: Worker, tasks: Tasks) -> list[Result]:

@@ -17,7 +17,8 @@ from fl_lightning.core.errors import ConfigError, FLError, check_number, one_lin
 from fl_lightning.core.processor_time import add_worker_seconds
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.terminal import echo
-from fl_lightning.engines.base import ClientOrder, Done, Engine
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
 from fl_lightning.engines.task_server import Answer, process_settings
 from fl_lightning.engines.worker import Worker
@@ -98,29 +99,22 @@ class PoolWorker(ABC):
 
 
 class ResultWindow:
-    """Passes on results in the order of the clients, and limits the memory of those that wait for a slower client.
+    """Limits the memory of results that wait for a slower client: it decides which tasks may be sent to a worker.
 
     Args:
-        clients: The ids of the clients, in order.
-        done: Receives the results.
+        order: Receives the results.
         limit: Bytes of the results that may wait.
         workers: Number of workers. Each can have a task or a result that waits, whatever its size.
     """
 
-    def __init__(self, clients: Sequence[int], done: Done, limit: float, workers: int) -> None:
-        self._order, self._done = ClientOrder(clients, self._pass_on), done
-        self._limit, self._workers = limit, workers
-        self._bytes = self._largest = 0
+    def __init__(self, order: ClientOrder, limit: float, workers: int) -> None:
+        self._order, self._limit, self._workers = order, limit, workers
+        self._largest = 0
 
     def add(self, result: Result) -> None:
         """Receive the result of a task."""
-        self._bytes += result.nbytes
         self._largest = max(self._largest, result.nbytes)
-        self._order.add(result)
-
-    def _pass_on(self, result: Result) -> None:
-        self._bytes -= result.nbytes
-        self._done(result)
+        self._order(result)
 
     def has_room(self, task: Task, running: int, idle: bool) -> bool:
         """Return whether a task may be sent to a worker: its result can wait, or need not wait for any other.
@@ -132,10 +126,10 @@ class ResultWindow:
             running: Number of tasks that workers have.
             idle: Whether the worker has none of them.
         """
-        if task.client == self._order.next_client or (idle and self._order.kept + running < self._workers):
+        if task.client == self._order.next_client or (idle and len(self._order) + running < self._workers):
             return True
         size = self._largest or (task.download.nbytes if task.upload else 0)
-        return self._bytes + (running + 1) * size <= self._limit
+        return self._order.waiting_bytes + (running + 1) * size <= self._limit
 
 
 class PoolEngine(Engine):
@@ -207,8 +201,8 @@ class PoolEngine(Engine):
         self.size(worker)
         serialize_worker(worker)
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Send tasks to the workers, at most two to each at a time, and pass on the results in the order of clients.
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
+        """Send tasks to the workers, at most two to each at a time, and pass on each result when it arrives.
 
         Raises:
             ConfigError: The workers cannot load the `Worker` object.
@@ -216,7 +210,7 @@ class PoolEngine(Engine):
         """
         size = self._load(worker)
         arriving, store = iter(tasks), SharedTensorStore(self._new_storage())
-        window = ResultWindow(tasks.clients, done, self.held_megabytes * MEGABYTE, size)
+        window = ResultWindow(done, self.held_megabytes * MEGABYTE, size)
         waiting: list[Task] = []
         while True:
             if not waiting:

@@ -16,6 +16,7 @@ import torch
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.task import Result, Tasks, failed_result
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
 from fl_lightning.engines.worker import Worker
@@ -139,7 +140,7 @@ def run_task(
     """
     started, results = processor_seconds(), list[Result]()
     task = deserialize(request.parts, request.block)
-    engine.run(worker, Tasks([task.client], [task], task.fit), results.append)
+    engine.run(worker, Tasks([task.client], [task], task.fit), ClientOrder([task.client], results.append))
     (result,) = results
     seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()
