@@ -15,12 +15,13 @@ from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
+from fl_lightning.core.round_progress import report_steps
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.terminal import echo
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
-from fl_lightning.engines.task_server import Answer, process_settings
+from fl_lightning.engines.task_server import Answer, Steps, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
@@ -60,12 +61,14 @@ class PoolWorker(ABC):
         pending: Number of requests that are not answered yet.
         since: The value of `time.monotonic` when the worker began with the oldest of them; infinite without requests.
         report_at: The time from which on the worker is reported if it has not answered.
+        steps: The training steps of its present client, if the worker has sent them.
         overdue: What the worker exceeded, if the engine has killed it for that; otherwise an empty string.
     """
 
     def __init__(self) -> None:
         self.ready, self.overdue = False, ""
         self.tasks: deque[Task] = deque()
+        self.steps: Steps | None = None
         self.pending, self.since, self.report_at = 0, math.inf, math.inf
 
     @abstractmethod
@@ -78,8 +81,10 @@ class PoolWorker(ABC):
         """
 
     @abstractmethod
-    def answer(self) -> Answer:
+    def answer(self) -> Answer | Steps:
         """Return the worker process's answer to the oldest request that is not answered yet.
+
+        A worker may send the steps of its present client before.
 
         Raises:
             WorkerLost: The worker ended or does not respond.
@@ -227,6 +232,7 @@ class PoolEngine(Engine):
                     waiting += pool_worker.tasks
                 if result:
                     window.add(result)
+            self._report_steps()
 
     def start(self, worker: Worker) -> None:
         """Start all workers, and wait until they have loaded the run's experiment (`Worker`).
@@ -308,7 +314,14 @@ class PoolEngine(Engine):
         task = pool_worker.tasks[0]
         others = f" The longest so far took {self._longest:.0f} s." if self._longest else ""
         fix = "" if self.timeout else " To limit this time, set engine.timeout."
-        return f"{name} has not answered for {seconds:.0f} s: client {task.client}, round {task.round}.{others}{fix}"
+        steps = f", step {pool_worker.steps.done}/{pool_worker.steps.total}" if pool_worker.steps else ""
+        what = f"client {task.client}, round {task.round}{steps}"
+        return f"{name} has not answered for {seconds:.0f} s: {what}.{others}{fix}"
+
+    def _report_steps(self) -> None:
+        """Report the steps of the clients that are being trained, as far as their workers have sent them."""
+        if known := [one.steps for one in self.pool_workers if one.steps]:
+            report_steps(sum(steps.done for steps in known), sum(steps.total for steps in known), len(known))
 
     def _send(self, pool_worker: PoolWorker, handle: Any, blocks: dict[int, Any] | None = None) -> None:
         pool_worker.pending += 1
@@ -376,9 +389,13 @@ class PoolEngine(Engine):
         except WorkerLost as loss:
             self._remove(pool_worker)
             return self._count_loss(pool_worker, WorkerLost(pool_worker.overdue) if pool_worker.overdue else loss)
+        if isinstance(answer, Steps):
+            pool_worker.steps = answer
+            self.check_interrupt()  # such messages could come faster than a wait for answers ends
+            return None
         if answer.result:
             self._longest = max(self._longest, time.monotonic() - pool_worker.since)
-        pool_worker.pending -= 1
+        pool_worker.pending, pool_worker.steps = pool_worker.pending - 1, None
         self._restart_clock(pool_worker)
         for text, category, file, line in answer.warnings:
             if text not in shown:  # each worker sends it once

@@ -56,6 +56,19 @@ class Answer:
     processor_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The training steps of the client that a worker process trains. Sent before the answer to the client's task.
+
+    Args:
+        done: Number of steps so far.
+        total: Number of steps in all.
+    """
+
+    done: int
+    total: int
+
+
 def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
     """Return the torch and warning settings of this process, as pairs of the function that sets one and its value."""
     filters = [entry for entry in warnings.filters if is_importable(entry[2])]

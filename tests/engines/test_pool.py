@@ -23,13 +23,14 @@ from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.core.message import Message
+from fl_lightning.core.round_progress import listen
 from fl_lightning.core.task import Result, Tasks
-from fl_lightning.engines import Task, pool, ray, task_server
+from fl_lightning.engines import Task, pool, processes, ray, task_server
 from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, ResultWindow, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
-from fl_lightning.engines.task_server import Request, TaskServer
+from fl_lightning.engines.task_server import Request, Steps, TaskServer
 from fl_lightning.engines.worker import Worker
 from fl_lightning.models import MLP
 
@@ -592,6 +593,76 @@ def test_a_worker_that_does_not_answer_is_reported_with_its_client(tmp_path, mon
     assert all("(process 7, stopped)" in line and "client 4, round 1." in line for line in lines)
     assert "engine.timeout" in lines[0]
     assert set(engine.waits) == {pool.POLL}
+
+
+class StepsFirst(HangingPool):
+    """Workers send the steps of their clients before they answer, and some never answer."""
+
+    def _start_worker(self):
+        worker = super()._start_worker()
+        answer, sent = worker.answer, []
+
+        def steps_first():
+            if worker.tasks and worker.tasks[0].client not in sent:
+                sent.append(worker.tasks[0].client)
+                return Steps(worker.tasks[0].client, 1000)  # more than the clients of this process
+            return answer()
+
+        worker.answer = steps_first
+        return worker
+
+    def _wait(self, seconds):
+        unheard = [worker for worker in self.pool_workers if worker.tasks and not worker.steps]
+        return unheard[:1] or super()._wait(seconds)
+
+
+def test_steps_of_workers_are_reported_together(tmp_path, monkeypatch, capsys):
+    """The first client never answers. Its steps are added to those of the other worker until a signal arrives."""
+    clock, seen = Clock(monkeypatch), []
+    engine = StepsFirst(clock, {0})
+
+    def end_after_a_minute():
+        if clock.now > 70:
+            raise Interrupted(2, "stopped")
+
+    run, tasks = started(tmp_path, engine)
+    assign = engine.assign
+    engine.assign = lambda waiting, store, work, window: assign(waiting, store, lambda one: 100 - one.client, window)
+    engine.check_interrupt = end_after_a_minute
+    listener = SimpleNamespace(on_steps=lambda done, total, clients: seen.append((done, total, clients)))
+    with listen(listener), pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks)
+    seen = [steps for steps in seen if steps[1] >= 1000]
+    assert {(client, 2000, 2) for client in engine.order} & {*seen}
+    assert seen[-1] == (0, 1000, 1)
+    assert all(total == 1000 * clients for _, total, clients in seen)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "client 0, round 1, step 0/1000." in line
+
+
+def test_a_message_about_steps_does_not_delay_ctrl_c(tmp_path, monkeypatch):
+    engine = StepsFirst(Clock(monkeypatch), ())
+    run, tasks = started(tmp_path, engine)
+    engine.start(run.worker)
+
+    def interrupt():
+        raise Interrupted(2, "stopped")
+
+    engine.check_interrupt = interrupt
+    with pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks)
+    assert engine.order == []
+
+
+def test_the_steps_of_short_clients_are_not_sent(monkeypatch):
+    now, sent = [50.0], []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sender = processes.StepSender(sent.append)
+    for seconds in (0.3, 1.2):  # per step of two clients
+        for done in range(1, 6):
+            sender.on_steps(done, 5, 1)
+            now[0] += seconds
+    assert sent == [Steps(5, 5), *(Steps(done, 5) for done in range(2, 6))]
 
 
 def test_a_slow_client_among_slow_clients_is_not_reported(monkeypatch):
