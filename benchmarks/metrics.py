@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fl_lightning.cli.experiment import build, experiment_parser
 from fl_lightning.core.config_files import read_configs
 from fl_lightning.core.task import Tasks
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.trainer import inference
 from fl_lightning.evaluation.evaluation import evaluate
 
@@ -58,7 +59,8 @@ def compare(*words):
             run.server.task(round, client, run.server.download(round, client))
             for client in run.server.participants(round)
         ]
-        run.engine.run(worker, Tasks([task.client for task in tasks], tasks), lambda result: None)
+        clients = [task.client for task in tasks]
+        run.engine.run(worker, Tasks(clients, tasks), ClientOrder(clients, lambda result: None))
         spent["round"].append(time.perf_counter() - started)
         with inference(module, worker.idle_trainer):
             for name, way in (

@@ -23,6 +23,8 @@ class Pace:
         steps: Number of training steps of the clients that are being trained.
         all_steps: Number of their steps in all; 0 if it is not known.
         together: Number of clients that are being trained together.
+        evaluated: Number of clients' models that have been evaluated after the round.
+        all_evaluated: Number of models to evaluate; 0 while clients train.
     """
 
     def __init__(self, run: FederatedRun, clock: Callable[[], float]) -> None:
@@ -34,6 +36,7 @@ class Pace:
     def begin_round(self, clients: int) -> None:
         """Reset the progress for a round with a number of clients."""
         self.finished_rounds, self.clients, self.trained = self.run.round, clients, 0
+        self.evaluated = self.all_evaluated = 0
         self._begin_client()
 
     def _begin_client(self) -> None:
@@ -43,12 +46,20 @@ class Pace:
         """Count a client that has finished its fit."""
         self.trained += 1
         self._begin_client()
-        if self.view:
-            self.view.tick()
+        self.on_waiting()
 
     def on_steps(self, done: int, total: int, clients: int) -> None:
         """Record the training steps of the clients that are being trained."""
         self.steps, self.all_steps, self.together = done, total, clients
+        self.on_waiting()
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        """Record how many of the clients' models have been evaluated after the round."""
+        self.evaluated, self.all_evaluated = done, total
+        self.on_waiting()
+
+    def on_waiting(self) -> None:
+        """Let the display show that time passes."""
         if self.view:
             self.view.tick()
 
@@ -77,7 +88,12 @@ class Pace:
         return self.seconds / done * (self.run.rounds - self.rounds) if done > 0 else None
 
     def describe_steps(self) -> str:
-        """Return the steps of the clients that are being trained as text; empty if they are not known."""
+        """Return the steps of the clients that are being trained, or the number of evaluated models, as text.
+
+        It is empty if they are not known.
+        """
+        if self.all_evaluated:
+            return f"evaluated {self.evaluated}/{self.all_evaluated}"
         if not self.all_steps:
             return ""
         return f"step {self.steps}/{self.all_steps}" + (f" of {self.together} clients" if self.together > 1 else "")

@@ -39,7 +39,7 @@ LINE_SECONDS = 30.0
 """Without a terminal: seconds without a line after which a line about the unfinished round is printed."""
 
 SLOW_CLIENT = 2.0
-"""Seconds after which a terminal shows the training steps of a client. Those of faster clients would only flicker."""
+"""Seconds after which a terminal shows the steps of clients, or an evaluation. Shorter ones would only flicker."""
 
 
 class RoundProgress(RoundCallback):
@@ -199,8 +199,11 @@ class Bars(Progress):
             left="" if left is None else str(timedelta(seconds=math.ceil(left))),
         )
         self.update(self._clients, total=pace.clients or None, completed=pace.trained)
-        is_slow = pace.all_steps > 0 and pace.client_seconds >= SLOW_CLIENT
-        self.update(self._steps, total=pace.all_steps or None, completed=pace.steps, visible=is_slow)
+        name, done, total = "steps", pace.steps, pace.all_steps
+        if pace.all_evaluated:
+            name, done, total = "evaluated", pace.evaluated, pace.all_evaluated
+        is_slow = total > 0 and pace.client_seconds >= SLOW_CLIENT
+        self.update(self._steps, description=name, total=total or None, completed=done, visible=is_slow)
 
 
 def describe_progress(run: FederatedRun, has_config: bool) -> str:

@@ -28,7 +28,7 @@ from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.round_progress import report_client, report_waiting
 from fl_lightning.data import Scenario
 from fl_lightning.engines import Engine, EngineName, Result, Tasks, Worker
-from fl_lightning.engines.base import in_client_order
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.experiment import Experiment
 from fl_lightning.engines.trainer import limited_garbage_collection
 from fl_lightning.evaluation.evaluation import Evaluation, train_metrics
@@ -290,14 +290,8 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 results.append(replace(result, upload=None, memory={}))
                 self.server.add(result)
 
-        in_order = in_client_order(participants, done)
-
-        def arrived(result: Result) -> None:
-            report_client()
-            in_order(result)
-
         if participants:
-            self.engine.run(self.worker, Tasks(participants, tasks), arrived)
+            self.engine.run(self.worker, Tasks(participants, tasks), ClientOrder(participants, done, report_client))
         self.server.add_held_uploads()
         warn_of_dropped_uploads(round, self.server.dropped, self.data)
         uploads = len(results) - len(self.server.dropped)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number
 from fl_lightning.core.task import Task, Tasks
-from fl_lightning.engines.base import Done, Engine
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.processes import ProcessesEngine, usable_cores
 from fl_lightning.engines.ray import RayEngine
 from fl_lightning.engines.sequential import SequentialEngine
@@ -55,7 +56,7 @@ class AutoEngine(Engine):
         self._chosen: Engine | None = None
         self._here: dict[str, Engine] = {"sequential": SequentialEngine(), "stacked": StackedEngine()}
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
         """Run the tasks with the chosen engine. The engine is chosen by timing the first tasks that train clients."""
         if not self._chosen and tasks.fit:
             arriving = iter(tasks)
@@ -130,7 +131,8 @@ class AutoEngine(Engine):
 def seconds_a_task(engine: Engine, worker: Worker, tasks: Sequence[Task]) -> float:
     """Run tasks with an engine, and return the mean number of seconds per task."""
     started = time.perf_counter()
-    engine.run(worker, Tasks([task.client for task in tasks], tasks), lambda result: None)
+    clients = [task.client for task in tasks]
+    engine.run(worker, Tasks(clients, tasks), ClientOrder(clients, lambda result: None))
     return (time.perf_counter() - started) / len(tasks)
 
 

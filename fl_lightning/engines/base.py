@@ -1,18 +1,15 @@
-"""The base class of engines, and the reordering of their results by client."""
+"""The base class of engines."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from fl_lightning.core.task import Result, Tasks
+from fl_lightning.core.task import Tasks
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.data_source import DataSource
 from fl_lightning.engines.worker import Worker
-
-Done = Callable[[Result], object]
-"""A function that receives the results of tasks, one at a time."""
 
 
 class Engine(ABC):
@@ -34,8 +31,8 @@ class Engine(ABC):
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
 
     @abstractmethod
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Run tasks in any order, and call `done` with each result as soon as it is there.
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
+        """Run tasks in any order, and call `done(result)` with each result as soon as it is there.
 
         Take a task from the iterator only when it can be started. An error of a task is part of its result; what `done`
         raises ends the run.
@@ -43,7 +40,7 @@ class Engine(ABC):
         Args:
             worker: The worker object of the tasks.
             tasks: The tasks.
-            done: Receives the results.
+            done: Receives the results, and knows how much memory those take that wait for other clients.
         """
 
     def check(self, worker: Worker) -> None:  # noqa: B027, most engines take every worker
@@ -75,38 +72,3 @@ class Engine(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027, most engines have no choices to keep to
         """Restore the engine's state that `state_dict` returned."""
-
-
-class ClientOrder:
-    """Receives results in any order, and passes them on in the order of the clients.
-
-    The order of floating-point sums is then reproducible. A result is kept until those of all clients before it arrive.
-
-    Args:
-        clients: The ids of the clients, in order.
-        done: Receives the results.
-    """
-
-    def __init__(self, clients: Iterable[int], done: Done) -> None:
-        self._expected, self._kept, self._done = deque(clients), dict[int, Result](), done
-
-    @property
-    def kept(self) -> int:
-        """Number of results that wait for a result of another client."""
-        return len(self._kept)
-
-    @property
-    def next_client(self) -> int | None:
-        """The client whose result is passed on next; None after the last one."""
-        return self._expected[0] if self._expected else None
-
-    def add(self, result: Result) -> None:
-        """Receive a result, and pass on those that no longer wait."""
-        self._kept[result.client] = result
-        while self._expected and self._expected[0] in self._kept:
-            self._done(self._kept.pop(self._expected.popleft()))
-
-
-def in_client_order(clients: Iterable[int], done: Done) -> Done:
-    """Return a function that receives results in any order, and calls `done` with them in the order of `clients`."""
-    return ClientOrder(clients, done).add

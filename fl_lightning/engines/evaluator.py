@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import repeat
+from itertools import count, repeat
 from statistics import fmean
 from typing import Any
 
@@ -24,10 +24,12 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
+from fl_lightning.core.round_progress import report_evaluated
 from fl_lightning.core.seeding import RandomStates, Stream, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Score, Task, Tasks, is_interrupt
-from fl_lightning.engines.base import Done, Engine, in_client_order
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder, Done
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
 from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
@@ -131,7 +133,7 @@ class Evaluator:
                 who = self.worker.data.names.client(result.client)
                 warnings.warn(f"{who}: its model was not stored there: {result.failure.reason}", stacklevel=2)
 
-        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), in_client_order(clients, warn_of_failure))
+        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), ClientOrder(clients, warn_of_failure))
 
     def initial_uploads(self, clients: Sequence[int], done: Done) -> None:
         """Let clients upload their untrained models before round 1, and call `done` with the results.
@@ -281,10 +283,12 @@ class Evaluator:
             return self.worker.scorer.score(module)
 
 
-def run_successfully(engine: Engine, worker: Worker, tasks: Tasks, done: Done) -> None:
+def run_successfully(
+    engine: Engine, worker: Worker, tasks: Tasks, done: Done, arrived: Callable[[], object] | None = None
+) -> None:
     """Run tasks, and call `done` with their results in the order of clients. Raise an error if a task failed.
 
-    This is for tasks that must not fail, such as evaluation.
+    This is for tasks that must not fail, such as evaluation. `arrived` is called for each result when it arrives.
 
     Raises:
         ClientFailure: A task failed.
@@ -296,7 +300,7 @@ def run_successfully(engine: Engine, worker: Worker, tasks: Tasks, done: Done) -
             raise result.failure
         done(result)
 
-    engine.run(worker, tasks, in_client_order(tasks.clients, check))
+    engine.run(worker, tasks, ClientOrder(tasks.clients, check, arrived))
 
 
 def results_of(engine: Engine, worker: Worker, tasks: Tasks) -> list[Result]:
@@ -305,8 +309,14 @@ def results_of(engine: Engine, worker: Worker, tasks: Tasks) -> list[Result]:
     Raises:
         ClientFailure: A task failed.
     """
-    results: list[Result] = []
-    run_successfully(engine, worker, tasks, lambda result: results.append(replace(result, memory={})))
+    results, evaluated = list[Result](), count(1)
+    run_successfully(
+        engine,
+        worker,
+        tasks,
+        lambda result: results.append(replace(result, memory={})),
+        lambda: report_evaluated(next(evaluated), len(tasks)),
+    )
     return results
 
 

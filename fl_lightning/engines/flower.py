@@ -16,7 +16,8 @@ from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.data.remote import DataDescription, check_same_form
-from fl_lightning.engines.base import Done, Engine
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.flower_adapter import import_flower, push_message
 from fl_lightning.engines.flower_checks import (
     BadMessage,
@@ -154,7 +155,7 @@ class FlowerEngine(Engine):
             name = type(worker.algorithm).__name__
             raise ConfigError(f"algorithm: {name} needs the clients' data on the server. Use another method")
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
         """Send each task to its client's machine, and pass on the results as they arrive.
 
         Raises:

@@ -15,11 +15,13 @@ from typing import Any
 
 from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
+from fl_lightning.core.round_progress import report_steps
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.terminal import echo
-from fl_lightning.engines.base import ClientOrder, Done, Engine
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
-from fl_lightning.engines.task_server import Answer, process_settings
+from fl_lightning.engines.task_server import Answer, Steps, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
@@ -59,12 +61,14 @@ class PoolWorker(ABC):
         pending: Number of requests that are not answered yet.
         since: The value of `time.monotonic` when the worker began with the oldest of them; infinite without requests.
         report_at: The time from which on the worker is reported if it has not answered.
+        steps: The training steps of its present client, if the worker has sent them.
         overdue: What the worker exceeded, if the engine has killed it for that; otherwise an empty string.
     """
 
     def __init__(self) -> None:
         self.ready, self.overdue = False, ""
         self.tasks: deque[Task] = deque()
+        self.steps: Steps | None = None
         self.pending, self.since, self.report_at = 0, math.inf, math.inf
 
     @abstractmethod
@@ -77,8 +81,10 @@ class PoolWorker(ABC):
         """
 
     @abstractmethod
-    def answer(self) -> Answer:
+    def answer(self) -> Answer | Steps:
         """Return the worker process's answer to the oldest request that is not answered yet.
+
+        A worker may send the steps of its present client before.
 
         Raises:
             WorkerLost: The worker ended or does not respond.
@@ -98,29 +104,22 @@ class PoolWorker(ABC):
 
 
 class ResultWindow:
-    """Passes on results in the order of the clients, and limits the memory of those that wait for a slower client.
+    """Limits the memory of results that wait for a slower client: it decides which tasks may be sent to a worker.
 
     Args:
-        clients: The ids of the clients, in order.
-        done: Receives the results.
+        order: Receives the results.
         limit: Bytes of the results that may wait.
         workers: Number of workers. Each can have a task or a result that waits, whatever its size.
     """
 
-    def __init__(self, clients: Sequence[int], done: Done, limit: float, workers: int) -> None:
-        self._order, self._done = ClientOrder(clients, self._pass_on), done
-        self._limit, self._workers = limit, workers
-        self._bytes = self._largest = 0
+    def __init__(self, order: ClientOrder, limit: float, workers: int) -> None:
+        self._order, self._limit, self._workers = order, limit, workers
+        self._largest = 0
 
     def add(self, result: Result) -> None:
         """Receive the result of a task."""
-        self._bytes += result.nbytes
         self._largest = max(self._largest, result.nbytes)
-        self._order.add(result)
-
-    def _pass_on(self, result: Result) -> None:
-        self._bytes -= result.nbytes
-        self._done(result)
+        self._order(result)
 
     def has_room(self, task: Task, running: int, idle: bool) -> bool:
         """Return whether a task may be sent to a worker: its result can wait, or need not wait for any other.
@@ -132,10 +131,10 @@ class ResultWindow:
             running: Number of tasks that workers have.
             idle: Whether the worker has none of them.
         """
-        if task.client == self._order.next_client or (idle and self._order.kept + running < self._workers):
+        if task.client == self._order.next_client or (idle and len(self._order) + running < self._workers):
             return True
         size = self._largest or (task.download.nbytes if task.upload else 0)
-        return self._bytes + (running + 1) * size <= self._limit
+        return self._order.waiting_bytes + (running + 1) * size <= self._limit
 
 
 class PoolEngine(Engine):
@@ -207,8 +206,8 @@ class PoolEngine(Engine):
         self.size(worker)
         serialize_worker(worker)
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
-        """Send tasks to the workers, at most two to each at a time, and pass on the results in the order of clients.
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
+        """Send tasks to the workers, at most two to each at a time, and pass on each result when it arrives.
 
         Raises:
             ConfigError: The workers cannot load the `Worker` object.
@@ -216,7 +215,7 @@ class PoolEngine(Engine):
         """
         size = self._load(worker)
         arriving, store = iter(tasks), SharedTensorStore(self._new_storage())
-        window = ResultWindow(tasks.clients, done, self.held_megabytes * MEGABYTE, size)
+        window = ResultWindow(done, self.held_megabytes * MEGABYTE, size)
         waiting: list[Task] = []
         while True:
             if not waiting:
@@ -233,6 +232,7 @@ class PoolEngine(Engine):
                     waiting += pool_worker.tasks
                 if result:
                     window.add(result)
+            self._report_steps()
 
     def start(self, worker: Worker) -> None:
         """Start all workers, and wait until they have loaded the run's experiment (`Worker`).
@@ -314,7 +314,14 @@ class PoolEngine(Engine):
         task = pool_worker.tasks[0]
         others = f" The longest so far took {self._longest:.0f} s." if self._longest else ""
         fix = "" if self.timeout else " To limit this time, set engine.timeout."
-        return f"{name} has not answered for {seconds:.0f} s: client {task.client}, round {task.round}.{others}{fix}"
+        steps = f", step {pool_worker.steps.done}/{pool_worker.steps.total}" if pool_worker.steps else ""
+        what = f"client {task.client}, round {task.round}{steps}"
+        return f"{name} has not answered for {seconds:.0f} s: {what}.{others}{fix}"
+
+    def _report_steps(self) -> None:
+        """Report the steps of the clients that are being trained, as far as their workers have sent them."""
+        if known := [one.steps for one in self.pool_workers if one.steps]:
+            report_steps(sum(steps.done for steps in known), sum(steps.total for steps in known), len(known))
 
     def _send(self, pool_worker: PoolWorker, handle: Any, blocks: dict[int, Any] | None = None) -> None:
         pool_worker.pending += 1
@@ -382,9 +389,13 @@ class PoolEngine(Engine):
         except WorkerLost as loss:
             self._remove(pool_worker)
             return self._count_loss(pool_worker, WorkerLost(pool_worker.overdue) if pool_worker.overdue else loss)
+        if isinstance(answer, Steps):
+            pool_worker.steps = answer
+            self.check_interrupt()  # such messages could come faster than a wait for answers ends
+            return None
         if answer.result:
             self._longest = max(self._longest, time.monotonic() - pool_worker.since)
-        pool_worker.pending -= 1
+        pool_worker.pending, pool_worker.steps = pool_worker.pending - 1, None
         self._restart_clock(pool_worker)
         for text, category, file, line in answer.warnings:
             if text not in shown:  # each worker sends it once

@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,12 +27,14 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.lazy_import import skip_working_folder
+from fl_lightning.core.round_progress import listen
 from fl_lightning.core.temporary_folders import temporary_files
 from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, deserialize
-from fl_lightning.engines.task_server import Answer, Request, TaskServer
+from fl_lightning.engines.task_server import Answer, Request, Steps, TaskServer
 from fl_lightning.engines.worker import Worker
 
+STEPS = 1.0  # seconds between messages about the steps of a client
 GRACE = 5.0  # seconds to wait for a process to end before it is killed
 ALIGNMENT = 64  # bytes, as in torch: the alignment of a matrix can affect how a product is rounded
 
@@ -153,13 +156,13 @@ class Process(PoolWorker):
         with suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports the loss
             send(self.connection, (handle.spans, spans), handle.file.fd, *files)
 
-    def answer(self) -> Answer:
-        """Return the worker process's next answer, copied from shared memory."""
+    def answer(self) -> Answer | Steps:
+        """Return the worker process's next answer, copied from shared memory, or the steps of its present client."""
         try:
-            spans, (file,) = receive(self.connection)
+            message, files = receive(self.connection)
         except (EOFError, OSError, RuntimeError):  # the process ended, possibly while it was sending
             raise WorkerLost(self._describe_end(), exited=(self._process.exitcode or 0) > 0) from None
-        return deserialize(file.read(spans), copy=True)
+        return message if isinstance(message, Steps) else deserialize(files[0].read(message), copy=True)
 
     def kill(self) -> None:
         """Kill the worker process, also if it is stopped."""
@@ -208,13 +211,42 @@ def work(connection: Connection, threads: int, trainer: dict[str, Any], requests
     """Answer the main process's requests, in a thread of the worker process, until the process ends."""
     try:
         torch.set_num_threads(threads)
-        TaskServer(trainer).serve(requests.get, partial(reply, connection))
+        with listen(StepSender(partial(send, connection))):
+            TaskServer(trainer).serve(requests.get, partial(reply, connection))
     except ConnectionError:
         os._exit(0)
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(1)  # also if a client's code exits
+
+
+class StepSender:
+    """Sends the steps of a client in training to the main process, once a second. Nothing is sent of short clients.
+
+    Args:
+        send: Sends a message.
+    """
+
+    def __init__(self, send: Callable[[Steps], object]) -> None:
+        self._send, self._next = send, 0.0
+
+    def on_steps(self, done: int, total: int, clients: int) -> None:
+        """Send the steps if the client has begun long ago, and the last message was long ago, too."""
+        now = time.monotonic()
+        if done > 1 and now < self._next:
+            return
+        self._next = now + STEPS
+        if done > 1:
+            self._send(Steps(done, total))
+
+    def on_client(self) -> None:
+        """Do nothing: the answer to a task says that the client has finished."""
+
+    on_waiting = on_client
+
+    def on_evaluated(self, done: int, total: int) -> None:
+        """Do nothing: the main process counts the answers."""
 
 
 def next_request(connection: Connection) -> Request:
@@ -291,6 +323,8 @@ def new_file() -> int:
 def send(connection: Connection, message: Any, *fds: int) -> None:
     """Send a small message and the descriptors of open files to another process."""
     connection.send((message, len(fds)))
+    if not fds:
+        return
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         sendfds(channel, list(fds))
 
@@ -298,6 +332,8 @@ def send(connection: Connection, message: Any, *fds: int) -> None:
 def receive(connection: Connection) -> tuple[Any, list[MemoryFile]]:
     """Wait for a message from another process's `send`. Return it with the memory files that were sent along."""
     message, number = connection.recv()
+    if not number:
+        return message, []
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         return message, [MemoryFile(fd) for fd in recvfds(channel, number)]
 

@@ -14,7 +14,8 @@ from lightning.pytorch.profilers import Profiler
 
 from fl_lightning.core.errors import ConfigError, FLError, blame
 from fl_lightning.core.task import Task, Tasks
-from fl_lightning.engines.base import Done, Engine
+from fl_lightning.engines.base import Engine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.trainer import quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import ResultReader, UnreadResult
 from fl_lightning.engines.worker import Worker
@@ -128,7 +129,7 @@ class RoundEngine(Engine):
             self._trainer, self._worker = quiet_trainer(options, worker.shown), worker
         return self._trainer
 
-    def run(self, worker: Worker, tasks: Tasks, done: Done) -> None:
+    def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:
         """Run the tasks in order: those that train in one `Trainer.fit`, others one after another.
 
         On a CPU, the task of a batch is made only when `done` has received the results of the batch before.

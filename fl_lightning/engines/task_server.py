@@ -16,6 +16,7 @@ import torch
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.task import Result, Tasks, failed_result
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.sequential import SequentialEngine
 from fl_lightning.engines.serialization import Block, SerializedValue, deserialize
 from fl_lightning.engines.worker import Worker
@@ -53,6 +54,19 @@ class Answer:
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
     trace: str | None = None
     processor_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The training steps of the client that a worker process trains. Sent before the answer to the client's task.
+
+    Args:
+        done: Number of steps so far.
+        total: Number of steps in all.
+    """
+
+    done: int
+    total: int
 
 
 def process_settings() -> list[tuple[Callable[[Any], Any], Any]]:
@@ -139,7 +153,7 @@ def run_task(
     """
     started, results = processor_seconds(), list[Result]()
     task = deserialize(request.parts, request.block)
-    engine.run(worker, Tasks([task.client], [task], task.fit), results.append)
+    engine.run(worker, Tasks([task.client], [task], task.fit), ClientOrder([task.client], results.append))
     (result,) = results
     seen = [(str(one.message), one.category, one.filename, one.lineno) for one in shown]
     shown.clear()

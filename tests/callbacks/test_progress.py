@@ -9,11 +9,13 @@ import pytest
 from experiments import ONE_EPOCH, experiment
 from rich.console import Console
 
+from fl_lightning.algorithms import FedPer
 from fl_lightning.callbacks import RoundCallback, RoundProgress
 from fl_lightning.callbacks.pace import Pace
 from fl_lightning.callbacks.progress import Bars, Lines
-from fl_lightning.core.round_progress import listen, report_client, report_steps, report_waiting
+from fl_lightning.core.round_progress import listen, report_client, report_evaluated, report_steps, report_waiting
 from fl_lightning.engines import Engine, SequentialEngine, StackedEngine
+from fl_lightning.evaluation.evaluation import Evaluation
 
 METRICS = {"global/acc": 0.5, "client/acc_mean": 0.25, "client/train_loss": 0.125}
 
@@ -39,6 +41,12 @@ class Recorder:
 
     def on_client(self):
         self.events.append("client")
+
+    def on_evaluated(self, done, total):
+        self.events.append(("evaluated", done, total))
+
+    def on_waiting(self):
+        self.events.append("waiting")
 
 
 def fake_run(round=0, rounds=10):
@@ -116,8 +124,36 @@ def test_clients_of_other_processes_are_counted_as_they_finish(tmp_path):
     run = experiment(tmp_path, rounds=1, trainer=ONE_EPOCH, engine=Backwards(), callbacks=[Order()])
     with listen(recorder):
         run.fit()
-    waited = recorder.events[recorder.events.index((0, 0, 0)) :]
-    assert waited == [(0, 0, 0), "client"] * 4 + run.server.participants(1)
+    waited = recorder.events[recorder.events.index("waiting") :]
+    assert waited == ["waiting", "client"] * 4 + run.server.participants(1)
+
+
+@pytest.mark.filterwarnings("ignore:evaluation.client_model")  # some clients have not trained yet
+def test_long_evaluations_are_counted(tmp_path):
+    recorder, evaluation = Recorder(), Evaluation(client_model="received")
+    run = experiment(tmp_path, FedPer(), rounds=1, evaluation=evaluation)
+    with listen(recorder):
+        run.fit()
+    alone = len(run.memory)  # the others have the same model, and are evaluated together
+    assert recorder.events[-alone:] == [("evaluated", number, alone) for number in range(1, alone + 1)]
+
+
+def test_a_display_shows_a_long_evaluation_until_the_round_ends(monkeypatch):
+    run = fake_run()
+    progress, clock, screen = started(run, monkeypatch, width=80)
+    progress.on_round_start(run, range(1))
+    report_steps(1, 1)
+    report_client()
+    clock.now += 30
+    report_evaluated(3, 100)
+    run.round = 1
+    progress.on_round_end(run, METRICS)
+    clock.now += 30
+    report_waiting()
+    progress.on_fit_end(run)
+    lines = screen.getvalue().splitlines()
+    assert lines[1].startswith("round 1/10  client 1/1  evaluated 3/100  left ")
+    assert lines[3].startswith("round 2/10  left ")
 
 
 @pytest.mark.thorough
@@ -126,7 +162,7 @@ def test_worker_processes_report_their_clients(tmp_path):
     with listen(recorder):
         run.fit()
     assert recorder.events.count("client") == 4
-    assert {*recorder.events} <= {"client", (0, 0, 0)}
+    assert all(event in ("client", "waiting") or event[1] > 1 for event in recorder.events)
 
 
 # --- The time left ---
@@ -203,7 +239,7 @@ def test_a_long_round_has_a_line_every_30_seconds(monkeypatch):
         f"round 1/10  client 1/100  step 30/300  left {left[0] // 60} h {left[0] % 60:02} min",
         f"round 1/10  client 2/100  step 60/300  left {left[1] // 60} h {left[1] % 60:02} min",
         "round 1/10  global acc 0.5000  client acc 0.2500  train loss 0.1250  left 12 min",
-        "round 2/10  client 0/100  left 16 min",
+        "round 2/10  client 0/100  step 1/300  left 16 min",
     ]
 
 

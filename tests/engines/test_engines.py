@@ -21,7 +21,7 @@ from fl_lightning.algorithms import (
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine, SequentialEngine
-from fl_lightning.engines.base import in_client_order
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.evaluation.evaluation import Evaluation
 
 
@@ -41,19 +41,30 @@ def test_another_order_of_clients_changes_nothing(tmp_path, algorithm):
 
 
 class Item:
-    def __init__(self, client):
-        self.client = client
+    def __init__(self, client, nbytes=0):
+        self.client, self.nbytes = client, nbytes
 
 
-def test_results_are_put_in_client_order():
+def test_results_are_put_ClientOrder():
     arrived = []
-    arrive = in_client_order([2, 4, 7, 9], lambda item: arrived.append(item.client))
+    arrive = ClientOrder([2, 4, 7, 9], lambda item: arrived.append(item.client))
     seen = [(arrive(Item(client)), list(arrived))[1] for client in (7, 2, 9, 4)]
     assert seen == [[], [2], [2], [2, 4, 7, 9]]
 
 
+def test_a_result_is_reported_when_it_arrives_and_counted_while_it_waits():
+    events = []
+    order = ClientOrder([2, 4, 7, 9], lambda item: events.append(item.client), lambda: events.append("arrived"))
+    counted = []
+    for item in (Item(7, 70), Item(4, 40), Item(2, 20), Item(9, 90)):
+        order(item)
+        counted.append((len(order), order.waiting_bytes, order.next_client))
+    assert counted == [(1, 70, 2), (2, 110, 2), (0, 0, 9), (0, 0, None)]
+    assert events == ["arrived", "arrived", "arrived", 2, 4, 7, "arrived", 9]
+
+
 def test_results_that_were_passed_on_are_not_kept():
-    arrive, items = in_client_order([2, 4], lambda item: None), [Item(4), Item(2)]
+    arrive, items = ClientOrder([2, 4], lambda item: None), [Item(4), Item(2)]
     references = [weakref.ref(item) for item in items]
     while items:
         arrive(items.pop(0))

@@ -23,12 +23,14 @@ from fl_lightning.algorithms import FedAvg, PeerAlgorithm
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.core.message import Message
+from fl_lightning.core.round_progress import listen
 from fl_lightning.core.task import Result, Tasks
-from fl_lightning.engines import Task, pool, ray, task_server
+from fl_lightning.engines import Task, pool, processes, ray, task_server
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, ResultWindow, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
-from fl_lightning.engines.task_server import Request, TaskServer
+from fl_lightning.engines.task_server import Request, Steps, TaskServer
 from fl_lightning.engines.worker import Worker
 from fl_lightning.models import MLP
 
@@ -281,7 +283,8 @@ def test_tasks_are_taken_only_when_there_is_room(tmp_path):
         arrived += 1
         assert taken - arrived < (QUEUED + FETCHED) * 2
 
-    engine.run(run.worker, Tasks([task.client for task in tasks], watched()), done)
+    clients = [task.client for task in tasks]
+    engine.run(run.worker, Tasks(clients, watched()), ClientOrder(clients, done))
     assert arrived == taken == 30
 
 
@@ -381,7 +384,7 @@ def test_tasks_of_an_interrupted_round_are_dropped(tmp_path):
         raise Interrupted(2, "stopped")
 
     with pytest.raises(Interrupted):
-        engine.run(run.worker, tasks_in(tasks), interrupt)
+        engine.run(run.worker, tasks_in(tasks), ClientOrder(range(6), interrupt))
     clients = [result.client for result in run_tasks(engine, run.worker, tasks[:3])]
     assert sorted(clients) == [0, 1, 2]
 
@@ -394,7 +397,7 @@ def test_the_worker_with_the_least_work_gets_the_next_task(tmp_path):
     for worker in workers:
         worker.ready = True
     engine.pool_workers = workers
-    store, window = SharedTensorStore(lambda serialized: None), ResultWindow(range(6), None, 1e9, 2)
+    store, window = SharedTensorStore(lambda serialized: None), ResultWindow(ClientOrder(range(6), None), 1e9, 2)
     engine.assign(tasks[:4], store, lambda one: 1 if one.client else 100, window)
     assert [len(worker.tasks) for worker in workers] == [1, 2]
     assert workers[0].tasks[0].client == 0
@@ -434,6 +437,18 @@ def test_results_that_wait_for_a_slow_client_are_limited_by_memory(tmp_path, wor
     same(alone, run)
 
 
+def test_progress_counts_clients_while_a_slow_one_with_a_lower_id_trains(tmp_path):
+    engine, counted = LastFirst(2), []
+    run, tasks = started(tmp_path, engine)
+    clients = [task.client for task in tasks]
+    order = ClientOrder(clients, lambda result: counted.append(result.client), lambda: counted.append("arrived"))
+    engine.run(run.worker, tasks_in(tasks), order)
+    before = engine.order.index(0)
+    assert before == 4  # one client is queued behind the first
+    assert counted[: before + 2] == ["arrived"] * (before + 1) + [0]
+    assert [each for each in counted if each != "arrived"] == clients
+
+
 def result_of(client, size):
     upload = Message.pack({"model": {"w": torch.zeros(size // 2, dtype=torch.uint8)}})
     return Result(client, 0, upload, {"own": {"v": torch.zeros(size - size // 2, dtype=torch.uint8)}})
@@ -441,7 +456,7 @@ def result_of(client, size):
 
 def test_a_window_counts_bytes_of_uploads_and_client_states():
     passed = []
-    window = ResultWindow([3, 5, 6, 7, 8], lambda result: passed.append(result.client), 1000, 1)
+    window = ResultWindow(ClientOrder([3, 5, 6, 7, 8], lambda result: passed.append(result.client)), 1000, 1)
     tasks = {client: task(client, w=torch.zeros(100)) for client in (3, 5, 6, 7, 8)}  # messages of 400 bytes
     assert window.has_room(tasks[3], 0, False)
     assert window.has_room(tasks[5], 1, False)  # two of 400
@@ -461,7 +476,7 @@ def test_a_window_counts_bytes_of_uploads_and_client_states():
 
 
 def test_each_worker_may_have_one_task_whatever_its_size():
-    window = ResultWindow([3, 5, 6, 7, 8], None, 0, 3)
+    window = ResultWindow(ClientOrder([3, 5, 6, 7, 8], None), 0, 3)
     assert window.has_room(task(5), 2, True)
     assert not window.has_room(task(5, w=torch.zeros(1)), 2, False)  # a second one only if there is memory
     assert not window.has_room(task(5, w=torch.zeros(1)), 3, True)
@@ -471,7 +486,7 @@ def test_each_worker_may_have_one_task_whatever_its_size():
 
 
 def test_tasks_without_upload_have_room_until_a_result_shows_their_size():
-    window = ResultWindow(range(9), None, 1000, 1)
+    window = ResultWindow(ClientOrder(range(9), None), 1000, 1)
     evaluation = replace(task(5, w=torch.zeros(10_000)), upload=False)
     assert window.has_room(evaluation, 4, False)
     window.add(result_of(4, 500))
@@ -547,7 +562,10 @@ def test_the_clock_starts_with_the_first_request_and_again_with_each_answer(tmp_
     engine._receive(worker, set())
     assert engine._deadline(worker) == math.inf  # nothing to do
     clock.now = 110.0
-    store, window = SharedTensorStore(lambda serialized: serialized.parts), ResultWindow(range(6), None, 1e9, 2)
+    store, window = (
+        SharedTensorStore(lambda serialized: serialized.parts),
+        ResultWindow(ClientOrder(range(6), None), 1e9, 2),
+    )
     engine.assign(tasks[:2], store, lambda one: 1, window)
     clock.now = 112.0
     assert engine._deadline(worker) == 115
@@ -575,6 +593,76 @@ def test_a_worker_that_does_not_answer_is_reported_with_its_client(tmp_path, mon
     assert all("(process 7, stopped)" in line and "client 4, round 1." in line for line in lines)
     assert "engine.timeout" in lines[0]
     assert set(engine.waits) == {pool.POLL}
+
+
+class StepsFirst(HangingPool):
+    """Workers send the steps of their clients before they answer, and some never answer."""
+
+    def _start_worker(self):
+        worker = super()._start_worker()
+        answer, sent = worker.answer, []
+
+        def steps_first():
+            if worker.tasks and worker.tasks[0].client not in sent:
+                sent.append(worker.tasks[0].client)
+                return Steps(worker.tasks[0].client, 1000)  # more than the clients of this process
+            return answer()
+
+        worker.answer = steps_first
+        return worker
+
+    def _wait(self, seconds):
+        unheard = [worker for worker in self.pool_workers if worker.tasks and not worker.steps]
+        return unheard[:1] or super()._wait(seconds)
+
+
+def test_steps_of_workers_are_reported_together(tmp_path, monkeypatch, capsys):
+    """The first client never answers. Its steps are added to those of the other worker until a signal arrives."""
+    clock, seen = Clock(monkeypatch), []
+    engine = StepsFirst(clock, {0})
+
+    def end_after_a_minute():
+        if clock.now > 70:
+            raise Interrupted(2, "stopped")
+
+    run, tasks = started(tmp_path, engine)
+    assign = engine.assign
+    engine.assign = lambda waiting, store, work, window: assign(waiting, store, lambda one: 100 - one.client, window)
+    engine.check_interrupt = end_after_a_minute
+    listener = SimpleNamespace(on_steps=lambda done, total, clients: seen.append((done, total, clients)))
+    with listen(listener), pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks)
+    seen = [steps for steps in seen if steps[1] >= 1000]
+    assert {(client, 2000, 2) for client in engine.order} & {*seen}
+    assert seen[-1] == (0, 1000, 1)
+    assert all(total == 1000 * clients for _, total, clients in seen)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "client 0, round 1, step 0/1000." in line
+
+
+def test_a_message_about_steps_does_not_delay_ctrl_c(tmp_path, monkeypatch):
+    engine = StepsFirst(Clock(monkeypatch), ())
+    run, tasks = started(tmp_path, engine)
+    engine.start(run.worker)
+
+    def interrupt():
+        raise Interrupted(2, "stopped")
+
+    engine.check_interrupt = interrupt
+    with pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks)
+    assert engine.order == []
+
+
+def test_the_steps_of_short_clients_are_not_sent(monkeypatch):
+    now, sent = [50.0], []
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    sender = processes.StepSender(sent.append)
+    for seconds in (0.3, 1.2):  # per step of two clients
+        for done in range(1, 6):
+            sender.on_steps(done, 5, 1)
+            now[0] += seconds
+    assert sent == [Steps(5, 5), *(Steps(done, 5) for done in range(2, 6))]
 
 
 def test_a_slow_client_among_slow_clients_is_not_reported(monkeypatch):

@@ -20,13 +20,14 @@ from experiments import experiment
 from killed_runs import FIRST_ROUND, command_line, survive_kills
 from methods import FEW_QUICK, METHODS, assert_same_run
 from running import alive, gone
-from worker_processes import Busy, Deadly, Harmless, Witness
+from worker_processes import Busy, Deadly, Harmless, Slow, Witness
 
 from fl_lightning.algorithms import FedAvg, FedSKC, PeerAlgorithm
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
+from fl_lightning.core.round_progress import listen
 from fl_lightning.engines import ProcessesEngine, pool, processes
 from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.models import MLP
@@ -46,6 +47,19 @@ def engine():
     lasting = Lasting(workers=2)
     yield lasting
     ProcessesEngine.close(lasting)
+
+
+@pytest.mark.slow
+def test_the_steps_of_long_clients_arrive(tmp_path, engine):
+    events = []
+    listener = types.SimpleNamespace(
+        on_steps=lambda *steps: events.append(steps), on_waiting=lambda: None, on_client=lambda: None
+    )
+    run = experiment(tmp_path, FedAvg(loss_terms=[Slow(0.6)]), engine=engine, rounds=1)
+    with listen(listener):
+        run.fit()
+    assert events
+    assert all(clients <= 2 and 1 < done <= total for done, total, clients in events)
 
 
 class WorkerPids(RoundCallback):

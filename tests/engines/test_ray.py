@@ -14,6 +14,7 @@ from worker_processes import Deadly, Harmless, Witness
 from fl_lightning.algorithms import FedAvg, FedSKC
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.engines import RayEngine
+from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.ray import places_on
 
 pytest.importorskip("ray")
@@ -123,7 +124,7 @@ def test_a_node_killed_in_mid_round_changes_nothing(tmp_path, cluster, engine):
                 done(result)
 
             self.rounds += 1
-            super().run(worker, tasks, strike)
+            super().run(worker, tasks, ClientOrder(tasks.clients, strike))
 
     warm_up(tmp_path, engine)
     losing = Losing()

@@ -2,6 +2,7 @@
 
 from fl_lightning.core.task import Tasks
 from fl_lightning.engines import Engine
+from fl_lightning.engines.client_order import ClientOrder
 
 
 class Backwards(Engine):
@@ -20,5 +21,5 @@ def tasks_in(tasks):
 def run_tasks(engine, worker, tasks):
     """Return the results of tasks as in a round of a run."""
     results = []
-    engine.run(worker, tasks_in(tasks), results.append)
+    engine.run(worker, tasks_in(tasks), ClientOrder([task.client for task in tasks], results.append))
     return results

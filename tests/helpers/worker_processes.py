@@ -38,6 +38,18 @@ class Busy(LossTerm):
         return step.logits.sum() * 0
 
 
+class Slow(LossTerm):
+    """A loss term that waits in each step."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, step):
+        time.sleep(self.seconds)
+        return step.logits.sum() * 0
+
+
 class Deadly(LossTerm):
     """A loss term that sends signals in round 2, to its own process or to the main process."""
 
