@@ -81,7 +81,7 @@ class Options(griffe.Extension):
             return
         parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
         for option in list(inspect.signature(found.__init__).parameters.values())[1:]:
-            kind, default = griffe.ParameterKind.keyword_only, repr(option.default)
+            kind, default = getattr(griffe.ParameterKind, option.kind.name.lower()), repr(option.default)
             parameters.append(griffe.Parameter(option.name, annotation=option.annotation, kind=kind, default=default))
         cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters)))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.capabilities import Capable
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
@@ -22,7 +23,7 @@ DRIFT = "drift"
 """The section of the state with the mean of all clients' drifts."""
 
 
-class Aggregator(ArgumentsMixin, Capable):
+class Aggregator(PartMixin, Capable):
     """Turn the clients' uploads of a round into the next shared state (`begin`, `fold` each upload, then `finish`).
 
     `fold` gets the uploads of a round one by one, in ascending client id, and keeps only what `finish` needs; by
@@ -55,17 +56,18 @@ class Aggregator(ArgumentsMixin, Capable):
         "sends_one_model": ("model_for", "ahead"),
         "is_mean": ("begin", "fold", "finish"),
     }
-    clients: int = 0
-    buffers: frozenset[str] = frozenset()
-    leaves: tuple[str, ...] = ()
-    needs_classes: bool = False
-    only_in: str | None = None
-    inner: Aggregator | None = None
-    only_averages: bool = False
-    sends_one_model: bool = True
-    accepts_stale: bool = False
-    is_mean: bool = False
-    finishes_empty_rounds: bool = False
+    section = "algorithm"
+    clients = 0
+    buffers = frozenset[str]()
+    leaves: tuple[str, ...] = field(default=(), init=False)
+    needs_classes = False
+    only_in: ClassVar[str | None] = None
+    inner: Aggregator | None = field(default=None, init=False)
+    only_averages = False
+    sends_one_model = True
+    accepts_stale = False
+    is_mean = False
+    finishes_empty_rounds = False
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:
@@ -168,11 +170,10 @@ class WeightedMean(Aggregator):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    weighting: Weighting = "samples"
+
     only_averages = True
     is_mean = True
-
-    def __init__(self, weighting: Weighting = "samples") -> None:
-        self.weighting = weighting
 
     def begin(self, round: Round) -> RunningMean:
         """Return an empty mean."""

@@ -199,6 +199,11 @@ class Class:
         return any(one.name == "FieldsMixin" for one in self.ancestors)
 
     @cached_property
+    def takes_positions(self) -> bool:
+        """Whether the fields can also be given by position, those of the base class first, see `PartMixin`."""
+        return any(one.name == "PartMixin" for one in self.ancestors)
+
+    @cached_property
     def help(self) -> dict[str, str]:
         """Descriptions of the constructor parameters by name, from the docstrings of the class and its base classes."""
         found: dict[str, str] = {}
@@ -278,7 +283,8 @@ def signature(cls: Class) -> list[Argument]:
     if init is None and cls.declares_options:
         inherited = {argument[0]: argument for base in cls.bases for argument in signature(base)}
         declared = {argument[0]: argument for argument in _fields(cls)}
-        return [one for one in (declared | inherited | declared).values() if not _is_fixed(one[2])]
+        first = inherited if cls.takes_positions else declared
+        return [one for one in (first | inherited | declared).values() if not _is_fixed(one[2])]
     if init is None or (init.args.kwarg and init.args.vararg):  # passes all arguments to the base class
         return next((found for base in cls.bases if (found := signature(base))), [])
     arguments = [*init.args.args[1:], *init.args.kwonlyargs]

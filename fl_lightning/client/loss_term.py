@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from fl_lightning.client.knowledge import SharedKnowledge
-from fl_lightning.core.arguments import FieldsMixin
+from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
@@ -68,7 +68,7 @@ class FitContext(NamedTuple):
     max_steps: int | None = None
 
 
-class LossTerm(FieldsMixin, nn.Module):
+class LossTerm(PartMixin, nn.Module):
     """A term that a method adds to a client's training loss: a scalar that includes its coefficient.
 
     Subclasses declare their options as annotated class attributes (`mu: float = 0.1`), and override `forward`. A term

@@ -74,6 +74,7 @@ class FieldsMixin(ArgumentsMixin):
     """
 
     section = ""
+    keyword_only = True
     writes_init = False
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -88,14 +89,26 @@ class FieldsMixin(ArgumentsMixin):
         inherited = [option for option in getattr(cls, "__dataclass_fields__", {}).values() if option.init]
         order = ["self", *inspect.get_annotations(cls), *inspect.signature(cls.__init__).parameters]
         cls.writes_init = cls.writes_init or "__init__" in vars(cls)
-        dataclass(init=not cls.writes_init, kw_only=True, eq=False, repr=False)(cls)
+        dataclass(init=not cls.writes_init, kw_only=cls.keyword_only, eq=False, repr=False)(cls)
         for option in inherited:
             if option.name in vars(cls) and option in fields(cls):
                 raise TypeError(f"{cls.__name__}.{option.name}: write its type, `{option.name}: {option.type} = ...`.")
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            signature = _written_signature(cls.__init__) if cls.writes_init else _sorted_signature(cls.__init__, order)
-            cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
+            if cls.writes_init:
+                cls.__init__.__signature__ = _written_signature(cls.__init__)  # type: ignore[attr-defined]
+            elif cls.keyword_only:
+                cls.__init__.__signature__ = _sorted_signature(cls.__init__, order)  # type: ignore[attr-defined]
+
+
+@dataclass_transform(field_specifiers=(field,))
+class PartMixin(FieldsMixin):
+    """`FieldsMixin` for the parts of a run, such as `Dirichlet(0.1)`: their options can also be given by position.
+
+    The options of the base class come first.
+    """
+
+    keyword_only = False
 
 
 def _written_signature(init: Callable[..., None]) -> inspect.Signature:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.data.files import BadFile, naming_file, read_json, read_npz
 from fl_lightning.data.partitions import ClientSplits, Partition, indices_by_class
 
@@ -32,9 +33,7 @@ class ByClient(Partition):
         ConfigError: `min_samples` is below 1.
     """
 
-    def __init__(self, min_samples: int = 1) -> None:
-        check_number("scenario.partition.min_samples", min_samples, "[1, inf)")
-        self.min_samples = min_samples
+    min_samples: int = number(1, "[1, inf)")
 
     def split_dataset(
         self, data: LoadedData, labels: np.ndarray, clients: int | None, rng: np.random.Generator
@@ -84,12 +83,14 @@ class PredefinedSplit(Partition):
         ConfigError: `path` ends in neither `.npz` nor `.json`.
     """
 
+    path: str
+
     needs_whole_dataset = True
 
-    def __init__(self, path: str) -> None:
-        if Path(path).suffix not in KINDS:
-            raise ConfigError(f"scenario.partition.path: {one_line(path)} is neither .npz nor .json")
-        self.path = path
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if Path(self.path).suffix not in KINDS:
+            raise ConfigError(f"scenario.partition.path: {one_line(self.path)} is neither .npz nor .json")
 
     @property
     def error_prefix(self) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from fl_lightning.core.arguments import ArgumentsMixin
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import PartMixin, number
+from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData
@@ -37,7 +37,7 @@ class ClientSplits:
     global_test: np.ndarray | None = None
 
 
-class Partition(ArgumentsMixin, ABC):
+class Partition(PartMixin, ABC):
     """Base class of rules that split samples among clients: the `scenario.partition` of a config.
 
     Attributes:
@@ -46,6 +46,7 @@ class Partition(ArgumentsMixin, ABC):
             and datasets that draw test samples at random.
     """
 
+    section = "scenario.partition"
     needs_classes: ClassVar[bool] = False
     needs_whole_dataset: ClassVar[bool] = False
 
@@ -134,18 +135,12 @@ class Dirichlet(Partition):
         ConfigError: `alpha` is not above 0 and at most 1e6, or `min_samples` below 1.
     """
 
+    alpha: float = number(0.5, "(0, 1e6]")
+    min_samples: int = number(10, "[1, inf)")
+    form: Literal["class", "capped", "balanced", "groups"] = "class"
+
     needs_classes = True
     max_draws, max_short = 1000, 100
-
-    def __init__(
-        self,
-        alpha: float = 0.5,
-        min_samples: int = 10,
-        form: Literal["class", "capped", "balanced", "groups"] = "class",
-    ) -> None:
-        check_number("scenario.partition.alpha", alpha, "(0, 1e6]")
-        check_number("scenario.partition.min_samples", min_samples, "[1, inf)")
-        self.alpha, self.min_samples, self.form = alpha, min_samples, form
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Split samples among clients with class proportions drawn from Dirichlet(alpha). Every sample is used."""
@@ -233,11 +228,9 @@ class Shards(Partition):
         ConfigError: `per_client` is below 1.
     """
 
-    needs_classes = True
+    per_client: int = number(2, "[1, inf)")
 
-    def __init__(self, per_client: int = 2) -> None:
-        check_number("scenario.partition.per_client", per_client, "[1, inf)")
-        self.per_client = per_client
+    needs_classes = True
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Sort samples by class, cut them into shards and assign shards to clients at random. Every sample is used."""
@@ -276,11 +269,9 @@ class QuantitySkew(Partition):
 class _FewClasses(Partition):
     """Base class of partitions with a few classes per client."""
 
-    needs_classes = True
+    classes_per_client: int = number(2, "[1, inf)")
 
-    def __init__(self, classes_per_client: int = 2) -> None:
-        check_number("scenario.partition.classes_per_client", classes_per_client, "[1, inf)")
-        self.classes_per_client = classes_per_client
+    needs_classes = True
 
 
 class DisjointClasses(_FewClasses):
@@ -328,9 +319,7 @@ class Pathological(_FewClasses):
         ConfigError: `classes_per_client` is below 1.
     """
 
-    def __init__(self, classes_per_client: int = 2, sizes: Literal["equal", "drawn"] = "equal") -> None:
-        super().__init__(classes_per_client)
-        self.sizes = sizes
+    sizes: Literal["equal", "drawn"] = "equal"
 
     def split(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Assign classes to clients, then split each class among its clients. Unassigned classes are unused."""

@@ -240,6 +240,7 @@ def describe_differences(form: dict[str, Any], other: dict[str, Any]) -> str:
 def describe_other_classes(classes: Sequence[str], others: Sequence[str]) -> str:
     """Return a text with the names of two clients' classes, or of the first that differ, and how to make them equal."""
     if max(len(classes), len(others)) > MOST_CLASSES_SHOWN:
+        # -1: one list only has more classes than the other, and the last ones are shown
         first = next((i for i, (one, other) in enumerate(zip(classes, others, strict=False)) if one != other), -1)
         classes, others = ([names[first]] for names in (classes, others))
     fix = "List the classes of all clients, in the same order, under classes in each client.yaml"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.core.arguments import ArgumentsMixin
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import PartMixin, number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import read_file
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.scheduling.hours import DAY, Hours
@@ -35,7 +35,7 @@ class ClientWork:
     up: int
 
 
-class Clock(ArgumentsMixin, ABC):
+class Clock(PartMixin, ABC):
     """Base class of simulated clocks. The config key is `clock`.
 
     The seconds may depend only on the seed, the client, its work and the round, so that all methods with one seed see
@@ -45,7 +45,8 @@ class Clock(ArgumentsMixin, ABC):
         hours: When the clients are online; None if they always are.
     """
 
-    hours: Hours | None = None
+    section = "clock"
+    hours: Hours | None = field(default=None, init=False)
 
     def start(self, seed: int, clients: int) -> None:
         """Draw the clients' devices before round 1.
@@ -99,27 +100,14 @@ class DeviceClock(Clock):
         ConfigError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        seconds_per_step: float = 0.1,
-        spread: float = 1.0,
-        download_mbit: float = 20.0,
-        upload_mbit: float = 5.0,
-        link_spread: float = 1.0,
-        latency: float = 0.0,
-        jitter: float = 0.0,
-        online_share: float = 1.0,
-    ) -> None:
-        for name, value in {"download_mbit": download_mbit, "upload_mbit": upload_mbit}.items():
-            check_number(f"clock.{name}", value, "(0, inf]", "inf is a link that takes no time")
-        check_number("clock.seconds_per_step", seconds_per_step, "[0, inf)")
-        for name, value in {"spread": spread, "link_spread": link_spread, "jitter": jitter}.items():
-            check_number(f"clock.{name}", value, "[0, 10]", "0 makes all equal")
-        check_number("clock.latency", latency, "[0, inf)")
-        self.seconds_per_step, self.spread, self.link_spread = seconds_per_step, spread, link_spread
-        check_number("clock.online_share", online_share, "(0, 1]", "1 is always online")
-        self.download_mbit, self.upload_mbit, self.latency, self.jitter = download_mbit, upload_mbit, latency, jitter
-        self.online_share = online_share
+    seconds_per_step: float = number(0.1, "[0, inf)")
+    spread: float = number(1.0, "[0, 10]", "0 makes all equal")
+    download_mbit: float = number(20.0, "(0, inf]", "inf is a link that takes no time")
+    upload_mbit: float = number(5.0, "(0, inf]", "inf is a link that takes no time")
+    link_spread: float = number(1.0, "[0, 10]", "0 makes all equal")
+    latency: float = number(0.0, "[0, inf)")
+    jitter: float = number(0.0, "[0, 10]", "0 makes all equal")
+    online_share: float = number(1.0, "(0, 1]", "1 is always online")
 
     def start(self, seed: int, clients: int) -> None:
         """Draw each client's factors on the time of a step and on the time of its link, and its hours."""
@@ -152,8 +140,7 @@ class DeviceTrace(Clock):
         ConfigError: The file cannot be read, or a value is out of range.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
 
     def start(self, seed: int, clients: int) -> None:
         """Read the file, and draw a device for each client."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.scheduling.schedule import Dispatch, RoundPolicy, Schedule
 
 Late = Literal["drop", "next_round", "partial"]
@@ -40,14 +41,16 @@ class Deadline(RoundPolicy):
         ConfigError: An argument is out of range, or `partial` has no deadline.
     """
 
-    def __init__(self, seconds: float | None = None, over_sample: float = 1.0, late: Late = "drop") -> None:
-        check_number("round_policy.seconds", seconds, "(0, inf)", "leave it out for no deadline")
-        if seconds is None and late == "partial":
+    seconds: float | None = number(None, "(0, inf)", "leave it out for no deadline")
+    over_sample: float = number(1.0, "[1, inf)", "1 asks clients_per_round clients")
+    late: Late = "drop"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seconds is None and self.late == "partial":
             raise ConfigError("round_policy.late: partial needs a deadline. Set round_policy.seconds.")
-        check_number("round_policy.over_sample", over_sample, "[1, inf)", "1 asks clients_per_round clients")
-        self.seconds, self.over_sample, self.late = seconds, over_sample, late
-        self.carries_over = late == "next_round"
-        self.limits_work = late == "partial"
+        self.carries_over = self.late == "next_round"
+        self.limits_work = self.late == "partial"
         self.metrics = ("client/staleness",) if self.carries_over else ("client/late",)
         if self.limits_work:
             self.metrics += ("client/partial",)
@@ -86,13 +89,10 @@ class Buffered(RoundPolicy):
         ConfigError: `concurrency` is below 1.
     """
 
+    concurrency: int | None = number(None, "[1, inf)", "leave it out for clients_per_round")
+
     carries_over = True
     metrics = ("client/staleness",)
-
-    def __init__(self, concurrency: int | None = None) -> None:
-        if concurrency is not None:
-            check_number("round_policy.concurrency", concurrency, "[1, inf)", "leave it out for clients_per_round")
-        self.concurrency = concurrency
 
     def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
         """Return the next uploads, in order of arrival."""
@@ -118,12 +118,10 @@ class Tiers(RoundPolicy):
         ConfigError: `tiers` is below 1.
     """
 
+    tiers: int = number(5, "[1, inf)")
+
     carries_over = True
     metrics = ("client/staleness",)
-
-    def __init__(self, tiers: int = 5) -> None:
-        check_number("round_policy.tiers", tiers, "[1, inf)")
-        self.tiers = tiers
 
     def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:
         """Return the uploads of the tier that finishes next."""

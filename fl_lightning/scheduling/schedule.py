@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.scheduling.clock import ClientWork, Clock
 from fl_lightning.scheduling.hours import Hours
@@ -59,7 +59,7 @@ class RoundPlan:
         return {one.client: one.steps for one in self.arrived if one.steps is not None}
 
 
-class RoundPolicy(ArgumentsMixin, ABC):
+class RoundPolicy(PartMixin, ABC):
     """Base class of round policies. The config key is `round_policy`; it needs a `clock`.
 
     Attributes:
@@ -70,10 +70,11 @@ class RoundPolicy(ArgumentsMixin, ABC):
         metrics: Names of the metrics that `collect` returns.
     """
 
-    carries_over: bool = False
-    limits_work: bool = False
-    tiers: int = 1
-    metrics: tuple[str, ...] = ()
+    section = "round_policy"
+    carries_over = False
+    limits_work = False
+    tiers: int = field(default=1, init=False)
+    metrics: tuple[str, ...] = field(default=(), init=False)
 
     @abstractmethod
     def collect(self, schedule: Schedule, size: int) -> tuple[list[Dispatch], dict[str, float]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_lightning import IID, MLP, Algorithm, Classification, ConfigError, FedAvg, FedProx, Head, ProcessesEngine
 from fl_lightning.algorithms import HistoryContrast, Proximal, WeightedMean
-from fl_lightning.core.arguments import ArgumentsMixin, FieldsMixin, argument_types, describe, number
+from fl_lightning.core.arguments import ArgumentsMixin, FieldsMixin, PartMixin, argument_types, describe, number
 
 
 class Base(ArgumentsMixin):
@@ -112,6 +112,20 @@ def test_fields_are_keyword_options_with_the_class_s_own_first():
         More(name="a", size=2)
     with pytest.raises(TypeError, match="positional"):
         Fields(2)
+
+
+class Part(PartMixin):
+    size: int = 1
+
+
+class LargerPart(Part):
+    rate: float = 0.5
+
+
+def test_the_options_of_a_part_have_positions_with_the_base_class_s_first():
+    assert list(inspect.signature(LargerPart).parameters) == ["size", "rate"]
+    assert vars(LargerPart(2, 0.1)).items() >= {"size": 2, "rate": 0.1}.items()
+    assert describe(LargerPart(2))["init_args"] == {"size": 2, "rate": 0.5}
 
 
 def test_a_number_out_of_its_interval_is_refused():

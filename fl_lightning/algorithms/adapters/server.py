@@ -17,7 +17,7 @@ from fl_lightning.algorithms.adapters.low_rank import (
 )
 from fl_lightning.algorithms.adapters.ranks import cut_ranks, rank_of
 from fl_lightning.algorithms.aggregators import Weighting
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round
@@ -61,7 +61,7 @@ class Factors:
         return stack_factors([(one[layer.b], one[layer.a]) for one in self.adapters], self.weights)
 
 
-class KeepsFactors(ArgumentsMixin):
+class KeepsFactors(PartMixin):
     """Mixin of aggregators that keep the clients' factors until the end of the round, and average the rest.
 
     Args:
@@ -72,11 +72,14 @@ class KeepsFactors(ArgumentsMixin):
         layers: The layers with adapters. `find_layers` sets them.
     """
 
+    weighting: Weighting = "samples"
+    ranks: Sequence[int] = ()
+
     layers: tuple[AdapterLayer, ...] = ()
 
-    def __init__(self, weighting: Weighting = "samples", ranks: Sequence[int] = ()) -> None:
-        self.weighting, self.ranks = weighting, ranks
-        self.sends_one_model = not ranks
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sends_one_model = not self.ranks
 
     def find_layers(self, backbone: nn.Module) -> None:
         """Store the layers of the network that have adapters, and check the clients' ranks.

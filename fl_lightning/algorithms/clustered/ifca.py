@@ -64,14 +64,14 @@ class ClusterMeans(Aggregator):
             clusters do not contain them.
     """
 
-    only_in = "IFCA"
+    weighting: Weighting = "samples"
+    shared_layers: Sequence[str] = ()
 
-    def __init__(self, weighting: Weighting = "samples", shared_layers: Sequence[str] = ()) -> None:
-        self.weighting, self.shared_layers = weighting, tuple(shared_layers)
+    only_in = "IFCA"
 
     def without_shared_layers(self, model: Tensors) -> Tensors:
         """Return the tensors of a model, except those of the layers that all clusters share."""
-        return {name: value for name, value in model.items() if not name.startswith(self.shared_layers)}
+        return {name: value for name, value in model.items() if not name.startswith(tuple(self.shared_layers))}
 
     def begin(self, round: Round) -> ClusterFold:
         """Return empty means."""

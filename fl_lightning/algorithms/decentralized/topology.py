@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_lightning.core.arguments import ArgumentsMixin
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import PartMixin, number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import read_file
 
 
-class Graph(ArgumentsMixin):
+class Graph(PartMixin):
     """A directed graph over clients, in which edges point to the peers that a client collects from."""
+
+    section = "algorithm.graph"
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the adjacency matrix `(clients, clients)` bool: row i marks the peers of client i, without itself."""
@@ -40,9 +42,7 @@ class Ring(Graph):
         array([1, 4])
     """
 
-    def __init__(self, reach: int = 1) -> None:
-        check_number("algorithm.graph.reach", reach, "[1, inf)")
-        self.reach = reach
+    reach: int = number(1, "[1, inf)")
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the adjacency matrix with links to the clients at most `reach` positions away on the ring."""
@@ -61,9 +61,7 @@ class Torus(Graph):
         ConfigError: The number of clients is not divisible by `rows`.
     """
 
-    def __init__(self, rows: int | None = None) -> None:
-        check_number("algorithm.graph.rows", rows, "[1, inf)")
-        self.rows = rows
+    rows: int | None = number(None, "[1, inf)")
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the adjacency matrix with links to the clients above, below, left and right on the grid.
@@ -94,9 +92,7 @@ class ErdosRenyi(Graph):
         p: The probability of a link, in [0, 1].
     """
 
-    def __init__(self, p: float = 0.3) -> None:
-        check_number("algorithm.graph.p", p, "[0, 1]")
-        self.p = p
+    p: float = number(0.3, "[0, 1]")
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return a random symmetric adjacency matrix, drawn from `rng`."""
@@ -114,8 +110,7 @@ class Adjacency(Graph):
         ConfigError: The file cannot be read, or is not a square matrix of zeros and ones with one row per client.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
 
     def links(self, clients: int, rng: np.random.Generator) -> np.ndarray:
         """Return the adjacency matrix stored in the file `path`, with zeros on the diagonal."""

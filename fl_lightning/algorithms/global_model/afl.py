@@ -18,7 +18,6 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, received_loss
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State
@@ -88,12 +87,10 @@ class AgnosticMean(Aggregator):
         weight_lr: γ_λ, the step along the losses, 0 or more.
     """
 
+    weight_lr: float = number(0.1, "[0, inf)")
+
     only_in = "AFL"
     leaves = ("weights",)
-
-    def __init__(self, weight_lr: float = 0.1) -> None:
-        check_number("algorithm.weight_lr", weight_lr, "[0, inf)")
-        self.weight_lr = weight_lr
 
     def begin(self, round: Round) -> AgnosticFold:
         """Return an empty mean, and the weights with which uploads are added to it."""

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, extrapolate
@@ -49,15 +48,12 @@ class ModelMixing(Aggregator):
         b: See `adapted_weight`.
     """
 
-    accepts_stale = True
+    alpha: float = number(0.6, "(0, 1]", "1 replaces the model")
+    adaptation: Adaptation = "polynomial"
+    a: float = number(0.5, "[0, inf)")
+    b: float = number(4.0, "[0, inf)")
 
-    def __init__(
-        self, alpha: float = 0.6, adaptation: Adaptation = "polynomial", a: float = 0.5, b: float = 4.0
-    ) -> None:
-        check_number("algorithm.alpha", alpha, "(0, 1]", "1 replaces the model")
-        check_number("algorithm.a", a, "[0, inf)")
-        check_number("algorithm.b", b, "[0, inf)")
-        self.alpha, self.adaptation, self.a, self.b = alpha, adaptation, a, b
+    accepts_stale = True
 
     def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the model with the clients' models mixed in."""

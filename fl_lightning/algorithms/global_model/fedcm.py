@@ -17,7 +17,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.sgd import plain_sgd_rate
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
@@ -44,14 +44,15 @@ class ClientMomentum(LossTerm):
         method: Name of the method, for error messages.
     """
 
+    alpha: float = number(0.1, "(0, 1]", "the paper uses 0.1")
+
     only_in = "FedCM"
     method = "FedCM"
 
-    def __init__(self, alpha: float = 0.1) -> None:
-        super().__init__()
-        check_number("algorithm.alpha", alpha, "(0, 1]", "the paper uses 0.1")
-        self.alpha, self.active = alpha, alpha < 1
-        self.objective_weight = alpha
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.alpha < 1
+        self.objective_weight = self.alpha
         self.lr = 0.0
         self._direction: Tensors | None = None
 

@@ -20,7 +20,7 @@ from fl_lightning.algorithms.global_model.scaffold import SCAFFOLD
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import unfixed_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 
 
@@ -35,10 +35,11 @@ class DriftPenalty(LossTerm):
         alpha: α, 0 or more; with 0 the drift does not change the training.
     """
 
-    def __init__(self, alpha: float = 0.1) -> None:
-        super().__init__()
-        check_number("algorithm.alpha", alpha, "[0, inf)", "the paper uses 0.005 to 0.1")
-        self.alpha, self.active = alpha, alpha > 0
+    alpha: float = number(0.1, "[0, inf)", "the paper uses 0.005 to 0.1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.alpha > 0
         self._drift: Tensors = {}  # h_k
         self._received: Tensors = {}  # w; empty before the first fit
         self._target: list[Tensor] = []  # w - h_k

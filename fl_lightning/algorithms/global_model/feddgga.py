@@ -18,7 +18,6 @@ from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, mean_loss, received_loss
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State, weighted_mean
@@ -69,13 +68,12 @@ class GeneralizationAdjustment(Aggregator):
             decreases three rounds later.
     """
 
+    step_size: float = number(0.2, "[0, 1]", "the authors use 0.2")
+    decay_rounds: int = number(40, "[1, inf)", "use the number of rounds")
+    reference: bool = False
+
     only_in = "FedDGGA"
     leaves = ("weights",)
-
-    def __init__(self, step_size: float = 0.2, decay_rounds: int = 40, reference: bool = False) -> None:
-        check_number("algorithm.step_size", step_size, "[0, 1]", "the authors use 0.2")
-        check_number("algorithm.decay_rounds", decay_rounds, "[1, inf)", "use the number of rounds")
-        self.step_size, self.decay_rounds, self.reference = step_size, decay_rounds, reference
 
     def step(self, round: int) -> float:
         """Return the step of a round: `d (1 - r / R)`, or `d (1 - (r - 3) / R)` in the authors' code."""

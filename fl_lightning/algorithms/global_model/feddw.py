@@ -21,7 +21,8 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
@@ -163,22 +164,19 @@ class DistillingWeights(LossTerm):
         True
     """
 
+    mu: float = number(0.1, "[0, inf)", "the paper uses 0.01 to 100")
+    linearize_every: int | None = number(None, "[1, inf)")
+    reference: bool = False
+    allow_bias: bool = False
+
     name = "dw"
 
-    def __init__(
-        self,
-        mu: float = 0.1,
-        linearize_every: int | None = None,
-        reference: bool = False,
-        allow_bias: bool = False,
-    ) -> None:
-        super().__init__()
-        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.01 to 100")
-        check_number("algorithm.linearize_every", linearize_every, "[1, inf)")
-        self.mu, self.linearize_every, self.active = mu, linearize_every, mu > 0
-        self.divides_mu, self.allow_bias = reference, allow_bias
-        self.soft_labels = SoftLabels(reference)
-        self.round_mu = mu  # `begin` divides it in late rounds
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.mu > 0
+        self.divides_mu = self.reference
+        self.soft_labels = SoftLabels(self.reference)
+        self.round_mu = self.mu  # `begin` divides it in late rounds
         self._anchor: Tensor | None = None
         self._steps_of_fit = 0
 

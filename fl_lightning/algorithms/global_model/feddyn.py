@@ -15,7 +15,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, DriftCorrection
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 
 
@@ -45,10 +45,10 @@ class DynamicRegularizer(LossTerm):
         alpha: α, above 0.
     """
 
-    def __init__(self, alpha: float = 0.1) -> None:
-        super().__init__()
-        check_number("algorithm.alpha", alpha, "(0, inf)", "the paper uses 0.001 to 0.1")
-        self.alpha = alpha
+    alpha: float = number(0.1, "(0, inf)", "the paper uses 0.001 to 0.1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._gradient: Tensors = {}
         self._start: Tensors = {}
 

@@ -25,7 +25,6 @@ from fl_lightning.client.losses import distillation_loss
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend, load_optimizer_tensors, optimizer_tensors
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.round import Round
@@ -205,16 +204,18 @@ class GeneratedFeatures(LossTerm):
         uniform_noise: Draw uniform noise from [0, 1] instead of normal noise.
     """
 
+    alpha: float = number(1.0, "[0, inf)", "the paper uses 1, the authors' code 10")
+    beta: float = number(0.0, "[0, inf)", "the paper uses 0, the authors' code 10")
+    decay: float = number(1.0, "(0, 1]", "the paper uses 1, the authors' code 0.98")
+    uniform_noise: bool = False
+
     needs_classes = True
     only_in = "FedGen"
 
-    def __init__(self, alpha: float = 1.0, beta: float = 0.0, decay: float = 1.0, uniform_noise: bool = False) -> None:
-        super().__init__()
-        check_number("algorithm.alpha", alpha, "[0, inf)", "the paper uses 1, the authors' code 10")
-        check_number("algorithm.beta", beta, "[0, inf)", "the paper uses 0, the authors' code 10")
-        check_number("algorithm.decay", decay, "(0, 1]", "the paper uses 1, the authors' code 0.98")
-        self.alpha, self.beta, self.decay, self.active = alpha, beta, decay, alpha + beta > 0
-        self.uniform_noise, self.shared = uniform_noise, SharedGenerator()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.alpha + self.beta > 0
+        self.shared = SharedGenerator()
         self.scale = 1.0
         self._generator: list[Generator] | None = None  # a list keeps it out of the client's module
         self._bounds: Tensor | None = None

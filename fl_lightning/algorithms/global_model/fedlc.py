@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.precision import at_least_float32
 
 
@@ -50,13 +50,14 @@ class CalibratedLoss(LossTerm):
         0.9741
     """
 
+    tau: float = number(1.0, "[0, inf)", "the paper uses 0.1 to 2")
+
     needs_classes = True
     objective_weight = 0.0  # replaces the objective's loss
 
-    def __init__(self, tau: float = 1.0) -> None:
-        super().__init__()
-        check_number("algorithm.tau", tau, "[0, inf)", "the paper uses 0.1 to 2")
-        self.tau, self.active = tau, tau > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.tau > 0
         self.counts: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:

@@ -19,7 +19,7 @@ from fl_lightning.client.knowledge import class_sums_over
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import to_cpu
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.round import Round
@@ -90,12 +90,10 @@ class PrototypeAveraging(Aggregator):
         rho: ρ, the share of the old prototypes that is kept in a round, in [0, 1].
     """
 
+    rho: float = number(0.9, "[0, 1]", "the paper uses 0.9")
+
     needs_classes = True
     only_in = "FedNH"
-
-    def __init__(self, rho: float = 0.9) -> None:
-        check_number("algorithm.rho", rho, "[0, 1]", "the paper uses 0.9")
-        self.rho = rho
 
     def begin(self, round: Round) -> RoundSums:
         """Return empty sums."""

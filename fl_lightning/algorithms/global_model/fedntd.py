@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import frozen_copy
 
@@ -51,13 +51,14 @@ class NotTrueDistillation(LossTerm):
         tau: τ, the temperature, above 0.
     """
 
+    beta: float = number(1.0, "[0, inf)", "the paper uses 1")
+    tau: float = number(1.0, "(0, inf)", "the paper uses 1")
+
     needs_classes = True
 
-    def __init__(self, beta: float = 1.0, tau: float = 1.0) -> None:
-        super().__init__()
-        check_number("algorithm.beta", beta, "[0, inf)", "the paper uses 1")
-        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 1")
-        self.beta, self.tau, self.active = beta, tau, beta > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.beta > 0
         self._teacher: list[nn.Module] = []  # a list keeps it out of the client's module
 
     def begin(self, module: ClientModule) -> None:

@@ -14,7 +14,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import unfixed_parameters
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 
 
@@ -36,10 +36,11 @@ class Proximal(LossTerm):
         anchor: The weights `w^t` by name, set before a fit. For a missing parameter, `w^t` is its value before the fit.
     """
 
-    def __init__(self, mu: float = 0.01) -> None:
-        super().__init__()
-        check_number("algorithm.mu", mu, "[0, inf)")
-        self.mu, self.active = mu, mu > 0
+    mu: float = number(0.01, "[0, inf)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.mu > 0
         self.anchor: Tensors = {}
         self._names: list[str] = []
         self._anchors: list[Tensor] = []

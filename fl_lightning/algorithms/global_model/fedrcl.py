@@ -18,6 +18,7 @@ from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_encoder
@@ -125,25 +126,21 @@ class RelaxedContrastive(LossTerm):
         ConfigError: A fit begins with a model that does not have the levels.
     """
 
+    w_s: float = 1.0
+    w_p: float = 1.0
+    tau: float = number(0.05, "(0, inf)", "the paper uses 0.05")
+    threshold: float = number(0.7, "(-inf, inf)", "the paper uses 0.7")
+    levels: list[str] | None = None
+
     needs_classes = True
 
-    def __init__(
-        self,
-        w_s: float = 1.0,
-        w_p: float = 1.0,
-        tau: float = 0.05,
-        threshold: float = 0.7,
-        levels: list[str] | None = None,
-    ) -> None:
-        super().__init__()
-        for name, weight in (("w_s", w_s), ("w_p", w_p)):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, weight in (("w_s", self.w_s), ("w_p", self.w_p)):
             check_number(f"algorithm.{name}", weight, "[0, inf)", "the paper uses 1")
-        check_number("algorithm.tau", tau, "(0, inf)", "the paper uses 0.05")
-        check_number("algorithm.threshold", threshold, "(-inf, inf)", "the paper uses 0.7")
-        if levels == []:
+        if self.levels == []:
             raise ConfigError("algorithm.levels: [] is empty. Name at least one level, or omit the option.")
-        self.w_s, self.w_p, self.tau, self.threshold = w_s, w_p, tau, threshold
-        self.levels, self.active = levels, w_s > 0 or w_p > 0
+        self.active = self.w_s > 0 or self.w_p > 0
 
     def begin(self, module: ClientModule) -> None:
         """Choose one layer per level (stage) of the network. The loss uses the inputs of these layers as features."""

@@ -22,6 +22,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.inputs import Inputs
@@ -73,12 +74,14 @@ class SiameseAlignment(LossTerm):
         ConfigError: A fit begins with a model without predictor, and `stop_gradient` is true.
     """
 
+    mu: float = number(0.1, "[0, inf)", "the paper uses 0.05 to 1")
+    stop_gradient: bool = True
+
     name = "siamese"
 
-    def __init__(self, mu: float = 0.1, stop_gradient: bool = True) -> None:
-        super().__init__()
-        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
-        self.mu, self.stop_gradient, self.active = mu, stop_gradient, mu > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.mu > 0
         self._copy: list[Backbone] = []  # a list keeps it out of the client's module
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -129,13 +132,15 @@ class HistoryContrast(LossTerm):
         factor: Factor on `D+` in addition to μ: 1, or ½ in Eq. 5.
     """
 
+    mu: float = number(0.1, "[0, inf)", "the paper uses 0.05 to 1")
+    factor: float = 1.0
+
     name = "history"
 
-    def __init__(self, mu: float = 0.1, factor: float = 1.0) -> None:
-        super().__init__()
-        check_number("algorithm.loss_terms.factor", factor, "[0, inf)", "1, or 0.5 for Eq. 5")
-        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.05 to 1")
-        self.mu, self.factor, self.active = mu, factor, mu > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("algorithm.loss_terms.factor", self.factor, "[0, inf)", "1, or 0.5 for Eq. 5")
+        self.active = self.mu > 0
         self._kept: Tensors = {}
         self._earlier: list[nn.Module] | None = None  # a list keeps it out of the client's module
 
@@ -234,7 +239,7 @@ class FedSiamDA(Algorithm):
     }
     aggregator_options = ("aggregation",)
 
-    def __init__(
+    def __init__(  # no fields: an option has the name of `Algorithm.aggregation`
         self,
         mu: float = 0.1,
         stop_gradient: bool = True,
@@ -243,7 +248,8 @@ class FedSiamDA(Algorithm):
         aggregator: Aggregator | None = None,
         buffers: Buffers = "average",
     ) -> None:
-        terms = [HistoryContrast(mu, 1.0 if stop_gradient else 0.5), SiameseAlignment(mu, stop_gradient)]
+        factor = 1.0 if stop_gradient else 0.5  # the factor ½ of Eq. 5
+        terms = [HistoryContrast(mu, factor), SiameseAlignment(mu, stop_gradient)]
         if aggregator is None:
             mean = WeightedMean("samples" if aggregation == "weighted" else "uniform")
             aggregator = DualAggregation() if aggregation == "dual" else mean

@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import Backbone, with_encoder, with_features
 
@@ -100,11 +100,13 @@ class RepresentationNorm(LossTerm):
         1.5
     """
 
-    def __init__(self, l2r: float = 0.01, layer: str | None = None) -> None:
-        super().__init__()
-        check_number("algorithm.l2r", l2r, "[0, inf)", "the authors use 0.01 on PACS")
-        self.l2r, self.layer, self.active = l2r, layer, l2r > 0
-        self.taps = [layer] if layer else []
+    l2r: float = number(0.01, "[0, inf)", "the authors use 0.01 on PACS")
+    layer: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.l2r > 0
+        self.taps = [self.layer] if self.layer else []
 
     def begin(self, module: ClientModule) -> None:
         """Check that the model returns features, or has the layer."""
@@ -133,14 +135,16 @@ class ConditionalInformation(LossTerm):
         cmi: α, 0 or more; 0 switches the term off.
     """
 
+    cmi: float = number(0.001, "[0, inf)", "the authors use 0.001 on PACS")
+
     needs_classes = True
     only_in = "FedSR"
     taps: Sequence[str] = field(default=(GAUSSIAN,), init=False)
 
-    def __init__(self, cmi: float = 0.001) -> None:
-        super().__init__()
-        check_number("algorithm.cmi", cmi, "[0, inf)", "the authors use 0.001 on PACS")
-        self.cmi, self.active, self.taps = cmi, cmi > 0, (GAUSSIAN,)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.cmi > 0
+        self.taps = (GAUSSIAN,)
 
     def forward(self, step: Step) -> Tensor:
         """Return the mean divergence from the references of the samples' classes, times α, in float32."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_features
 
@@ -86,12 +86,13 @@ class ClassifierVariance(LossTerm):
         (0.5, 0.0)
     """
 
+    lam: float = number(2.5, "[0, inf)", "the paper uses 2.5")
+
     needs_classes = True
 
-    def __init__(self, lam: float = 2.5) -> None:
-        super().__init__()
-        check_number("algorithm.lam", lam, "[0, inf)", "the paper uses 2.5")
-        self.lam, self.active = lam, lam > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.lam > 0
 
     def forward(self, step: Step) -> Tensor:
         """Return the variance term `λ V` for a batch's logits."""
@@ -110,11 +111,13 @@ class HypersphericalUniformity(LossTerm):
         ConfigError: A fit begins with a model without an encoder.
     """
 
-    def __init__(self, mu: float = 0.5, normalize_z: bool = False, detach_sigma: bool = False) -> None:
-        super().__init__()
-        check_number("algorithm.mu", mu, "[0, inf)", "the paper uses 0.5")
-        self.mu, self.active = mu, mu > 0
-        self.normalize_z, self.detach_sigma = normalize_z, detach_sigma
+    mu: float = number(0.5, "[0, inf)", "the paper uses 0.5")
+    normalize_z: bool = False
+    detach_sigma: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.mu > 0
 
     def begin(self, module: ClientModule) -> None:
         """Check that the model is a `Backbone`, which returns features."""

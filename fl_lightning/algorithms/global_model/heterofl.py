@@ -88,10 +88,12 @@ class SliceMean(Aggregator):
         shapes: The shapes of each client's weights, by client id. Others get the whole model.
     """
 
+    weighting: Weighting = "uniform"
+
     only_in = "HeteroFL"
 
-    def __init__(self, weighting: Weighting = "uniform") -> None:
-        self.weighting = weighting
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.shapes: Sequence[Shapes] = ()
 
     def model_for(self, state: State, client: int) -> Tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.client.loss_term import LossTerm, Step
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.precision import without_autocast
 from fl_lightning.data.few_shot import prototype_logits
 
@@ -33,13 +33,11 @@ class Prototypical(LossTerm):
         0.6931
     """
 
-    needs_classes = True
+    shots: int = number(5, "[1, inf)")
+    weight: float = number(1.0, "[0, inf)")
 
-    def __init__(self, shots: int = 5, weight: float = 1.0) -> None:
-        super().__init__()
-        check_number("algorithm.loss_terms.shots", shots, "[1, inf)")
-        check_number("algorithm.loss_terms.weight", weight, "[0, inf)")
-        self.shots, self.weight = shots, weight
+    section = "algorithm.loss_terms"
+    needs_classes = True
 
     def forward(self, step: Step) -> Tensor:
         """Return the mean cross-entropy of a batch's query samples, times `weight`."""

@@ -17,7 +17,7 @@ from fl_lightning.client.lightning_model import own_optimizer
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, received_loss
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import NonFiniteError, check_number
+from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
@@ -100,13 +100,11 @@ class FairAveraging(Aggregator):
         lipschitz: L, above 0. By default 1 over the client's learning rate.
     """
 
+    q: float = number(1.0, RANGE, ADVICE)
+    lipschitz: float | None = number(None, "(0, inf)")
+
     only_in = "QFFL"
     leaves = ("weights",)
-
-    def __init__(self, q: float = 1.0, lipschitz: float | None = None) -> None:
-        check_number("algorithm.q", q, RANGE, ADVICE)
-        check_number("algorithm.lipschitz", lipschitz, "(0, inf)")
-        self.q, self.lipschitz = q, lipschitz
 
     def begin(self, round: Round) -> FairSums:
         """Return empty sums."""

@@ -77,8 +77,8 @@ class ControlVariates(LossTerm):
     only_in = "SCAFFOLD"
     method = "SCAFFOLD"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.lr = 0.0
         self._server: Tensors = {}
         self._own: Tensors = {}

@@ -21,7 +21,8 @@ from fl_lightning.algorithms.base import UNSET, Algorithm, Buffers
 from fl_lightning.client.knowledge import SharedKnowledge
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.arguments import number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
@@ -86,13 +87,16 @@ class WeightDistribution(LossTerm):
         0.7071
     """
 
+    lam: float = number(10.0, "[0, inf)", "the paper's code uses 10")
+    reference: bool = False
+
     needs_classes = True
     name = "wdr"
 
-    def __init__(self, lam: float = 10.0, reference: bool = False) -> None:
-        super().__init__()
-        check_number("algorithm.lam", lam, "[0, inf)", "the paper's code uses 10")
-        self.scale, self.active = (lam / 2 if reference else lam), lam > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scale = self.lam / 2 if self.reference else self.lam
+        self.active = self.lam > 0
         self.shares: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:
@@ -178,11 +182,10 @@ class ClassWise(Aggregator):
         ConfigError: The model does not have a classification layer in a part called `head`.
     """
 
+    distribution: Distribution = "weights"
+
     needs_classes = True
     leaves = ("weights",)
-
-    def __init__(self, distribution: Distribution = "weights") -> None:
-        self.distribution: Distribution = distribution
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

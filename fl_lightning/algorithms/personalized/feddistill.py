@@ -22,7 +22,7 @@ from fl_lightning.algorithms.base import Algorithm, Buffers
 from fl_lightning.client.knowledge import ClassMeans
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32
 
@@ -97,11 +97,13 @@ class LogitDistillation(LossTerm):
         0.0
     """
 
-    def __init__(self, gamma: float = 1.0, cumulative: bool = False) -> None:
-        super().__init__()
-        check_number("algorithm.gamma", gamma, "[0, inf)", "FedGen's code uses 1")
-        self.gamma, self.active = gamma, gamma > 0
-        self.logits = MeanLogits(cumulative)
+    gamma: float = number(1.0, "[0, inf)", "FedGen's code uses 1")
+    cumulative: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.gamma > 0
+        self.logits = MeanLogits(self.cumulative)
 
     def remember(self, module: ClientModule) -> Tensors:
         """Return the client's logit sums and sample counts per class over all its rounds, or `{}` if not cumulative."""

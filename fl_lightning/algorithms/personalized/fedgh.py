@@ -27,7 +27,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.weights import beginnings, trainable_parameters
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
@@ -98,18 +98,18 @@ class HeadTraining(Aggregator):
         head: A head with the architecture of the clients'. `FedGH.initial_state` sets it.
     """
 
+    seen: Seen = "after"
+    server_epochs: int = number(1, "[0, inf)")
+    server_lr: float = number(0.01, "(0, inf)")
+    server_batch_size: int = 10
+
     needs_classes = True
     only_in = "FedGH"
     head: nn.Module | None = None
 
-    def __init__(
-        self, seen: Seen = "after", server_epochs: int = 1, server_lr: float = 0.01, server_batch_size: int = 10
-    ) -> None:
-        check_number("algorithm.server_epochs", server_epochs, "[0, inf)")
-        check_number("algorithm.server_lr", server_lr, "(0, inf)")
-        check_positive("algorithm.", server_batch_size=server_batch_size)
-        self.seen: Seen = seen
-        self.server_epochs, self.server_lr, self.server_batch_size = server_epochs, server_lr, server_batch_size
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("algorithm.", server_batch_size=self.server_batch_size)
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.algorithms.personalized.fml import FML, output_loss
 from fl_lightning.client.loss_term import Step
@@ -29,7 +29,7 @@ from fl_lightning.client.own_network import TwoLearners
 from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.errors import check_positive
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
@@ -255,20 +255,15 @@ class CompressedMean(WeightedMean):
         energy_rounds: See `energy_threshold`.
     """
 
+    energy_start: float = number(0.95, "(0, 1]", "1 sends whole weights")
+    energy_end: float = number(0.98, "(0, 1]", "1 sends whole weights")
+    energy_rounds: int = 100
+
     only_in = "FedKD"
 
-    def __init__(
-        self,
-        weighting: Weighting = "samples",
-        energy_start: float = 0.95,
-        energy_end: float = 0.98,
-        energy_rounds: int = 100,
-    ) -> None:
-        super().__init__(weighting)
-        check_number("algorithm.energy_start", energy_start, "(0, 1]", "1 sends whole weights")
-        check_number("algorithm.energy_end", energy_end, "(0, 1]", "1 sends whole weights")
-        check_positive("algorithm.", energy_rounds=energy_rounds)
-        self.energy_start, self.energy_end, self.energy_rounds = energy_start, energy_end, energy_rounds
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("algorithm.", energy_rounds=self.energy_rounds)
 
     def energy(self, round: int) -> float:
         """Return the share of energy that messages of a round keep."""

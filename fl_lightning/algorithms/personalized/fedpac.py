@@ -20,7 +20,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.personalized.fedproto import PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import HeadThenBody
-from fl_lightning.client.knowledge import SharedKnowledge, class_sums_over
+from fl_lightning.client.knowledge import Seen, SharedKnowledge, class_sums_over
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
@@ -67,8 +67,10 @@ class FeatureAlignment(PrototypeAlignment):
         lam: λ, 0 or more; 0 switches the term off.
     """
 
-    def __init__(self, lam: float = 1.0) -> None:
-        super().__init__(lam)
+    seen: Seen = field(default="after", init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.prototypes = Centroids()
 
     def begin(self, module: ClientModule) -> None:
@@ -159,11 +161,10 @@ class ClassifierCollaboration(Aggregator):
         weighting: Weight bodies by the clients' number of `samples`, or equally (`uniform`).
     """
 
+    weighting: Weighting = "samples"
+
     needs_classes = True
     only_in = "FedPAC"
-
-    def __init__(self, weighting: Weighting = "samples") -> None:
-        self.weighting = weighting
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

@@ -21,7 +21,7 @@ from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
 from fl_lightning.client.knowledge import ClassMeans, Seen
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.models.base import with_encoder, with_features
 
@@ -71,11 +71,13 @@ class PrototypeAlignment(LossTerm):
         0.5
     """
 
-    def __init__(self, lam: float = 1.0, seen: Seen = "after") -> None:
-        super().__init__()
-        check_number("algorithm.lam", lam, "[0, inf)", "the paper uses 0.1 to 4")
-        self.lam, self.active = lam, lam > 0
-        self.prototypes = Prototypes(seen)
+    lam: float = number(1.0, "[0, inf)", "the paper uses 0.1 to 4")
+    seen: Seen = "after"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.active = self.lam > 0
+        self.prototypes = Prototypes(self.seen)
 
     def begin(self, module: ClientModule) -> None:
         """Check that the model is a `Backbone`, which returns features."""

@@ -45,8 +45,8 @@ class BalancedSoftmax(LossTerm):
     needs_classes = True
     objective_weight = 0.0  # replaces the objective's loss
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.counts: Tensor | None = None
 
     def begin(self, module: ClientModule) -> None:

@@ -21,7 +21,7 @@ from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAli
 from fl_lightning.client.knowledge import Seen, mean_over_holders
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.client.optimizers import descend
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round
 
@@ -178,22 +178,16 @@ class TrainedPrototypeAlignment(PrototypeAlignment):
         ConfigError: An option is out of its range, or a fit begins with a model without an encoder.
     """
 
-    def __init__(
-        self,
-        lam: float = 1.0,
-        seen: Seen = "after",
-        server_epochs: int = 100,
-        server_lr: float = 0.01,
-        server_batch_size: int = 10,
-        tau: float = 100.0,
-        margin: Margin = "max",
-    ) -> None:
-        super().__init__(lam, seen)
-        check_number("algorithm.server_epochs", server_epochs, "[0, inf)", "the paper uses 100")
-        check_number("algorithm.server_lr", server_lr, "(0, inf)", "the paper uses 0.01")
-        check_number("algorithm.server_batch_size", server_batch_size, "[1, inf)", "the paper uses 10")
-        check_number("algorithm.tau", tau, "[0, inf)", "the paper uses 100, and 0 is without a margin")
-        self.prototypes = TrainedPrototypes(seen, server_epochs, server_lr, server_batch_size, tau, margin)
+    server_epochs: int = number(100, "[0, inf)", "the paper uses 100")
+    server_lr: float = number(0.01, "(0, inf)", "the paper uses 0.01")
+    server_batch_size: int = number(10, "[1, inf)", "the paper uses 10")
+    tau: float = number(100.0, "[0, inf)", "the paper uses 100, and 0 is without a margin")
+    margin: Margin = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        server = (self.server_epochs, self.server_lr, self.server_batch_size, self.tau, self.margin)
+        self.prototypes = TrainedPrototypes(self.seen, *server)
 
 
 class FedTGP(FedProto):

@@ -105,17 +105,21 @@ def sweep_table(sweep: Sweep, results: Sequence[TrialResult]) -> ResultTable:
     header = [*keys, sweep.metric, *(["seeds"] if has_seeds else []), *(["incomplete"] if incomplete else [])]
     rows = []
     for setting in rank_settings(results, sweep.maximize):
-        values, figures = setting.values, spread(setting.values)
+        metric = spread(setting.values)
         cells = [setting.settings[key] for key in keys]
-        cells.append(mean_and_std(figures.mean, figures.std, ".4f") if figures else "")
+        cells.append(mean_and_std(metric.mean, metric.std, ".4f") if metric else "")
         if has_seeds:
-            cells.append(f"{len(values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
+            cells.append(f"{len(setting.values)} of {len(setting.results) * max(1, len(sweep.seeds))}")
         if incomplete:
-            others = (one for one in setting.results if one.state != "complete")
-            texts = ((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in others)
-            cells.append("; ".join(texts))
+            cells.append(_describe_incomplete(setting.results, by_seed))
         rows.append(cells)
     return ResultTable(header, rows)
+
+
+def _describe_incomplete(results: Sequence[TrialResult], by_seed: bool) -> str:
+    """Return a text about the trials of a setting that are not complete, with their seeds if trials differ in these."""
+    incomplete = (result for result in results if result.state != "complete")
+    return "; ".join((f"seed {one.settings['seed']} " if by_seed else "") + one.describe() for one in incomplete)
 
 
 def best_trial(results: Sequence[TrialResult], maximize: bool) -> TrialResult | None:
