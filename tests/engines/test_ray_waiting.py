@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from fl_lightning.core.errors import ConfigError, Interrupted
-from fl_lightning.engines import RayEngine
+from fl_lightning.engines import RayEngine, ray_actor, ray_connection
 from fl_lightning.engines import ray as ray_engine
-from fl_lightning.engines import ray_actor, ray_connection
 from fl_lightning.engines.ray_actor import Actor
 from fl_lightning.engines.ray_connection import check_address
 
