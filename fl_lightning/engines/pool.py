@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import warnings
-from abc import ABC, abstractmethod
-from collections import Counter, deque
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
 from fl_lightning.core.round_progress import report_steps
-from fl_lightning.core.task import Result, Task, Tasks, failed_result
+from fl_lightning.core.task import Result, Task, Tasks
 from fl_lightning.core.terminal import echo
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.client_order import ClientOrder
+from fl_lightning.engines.lost_workers import LostWorkers
+from fl_lightning.engines.pool_worker import PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
-from fl_lightning.engines.task_server import Answer, Steps, process_settings
+from fl_lightning.engines.task_server import Steps, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
@@ -30,77 +29,10 @@ POLL = 1.0  # seconds between checks for signals while no worker answers
 SILENT = 60.0  # seconds without an answer after which a worker is reported
 SLOWER = 5.0  # the report also waits for this multiple of the longest time until an answer
 MEGABYTE = 1 << 20
-ATTEMPTS = 3  # workers that may be lost in a round before they are ready
-
-
-class WorkerLost(FLError):
-    """A worker process or actor ended unexpectedly or does not respond. The message says how it ended.
-
-    Args:
-        message: How it ended.
-        exited: Whether it ended itself, with an exit status, and was not killed.
-    """
-
-    exit_code = 1
-
-    def __init__(self, message: str, exited: bool = False) -> None:
-        super().__init__(message)
-        self.exited = exited
 
 
 class RemoteTraceback(Exception):
     """The traceback of an error in another process, as text."""
-
-
-class PoolWorker(ABC):
-    """The main process's handle of one worker process or actor, which answers requests in order.
-
-    Attributes:
-        ready: Whether the worker has loaded the run's experiment (`Worker`).
-        tasks: The tasks that were sent to the worker and are not answered yet, in order.
-        pending: Number of requests that are not answered yet.
-        since: The value of `time.monotonic` when the worker began with the oldest of them; infinite without requests.
-        report_at: The time from which on the worker is reported if it has not answered.
-        steps: The training steps of its present client, if the worker has sent them.
-        overdue: What the worker exceeded, if the engine has killed it for that; otherwise an empty string.
-    """
-
-    def __init__(self) -> None:
-        self.ready, self.overdue = False, ""
-        self.tasks: deque[Task] = deque()
-        self.steps: Steps | None = None
-        self.pending, self.since, self.report_at = 0, math.inf, math.inf
-
-    @abstractmethod
-    def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the worker process one request: a task with its shared tensors, or the experiment (`Worker`) to load.
-
-        Args:
-            handle: The handle of the serialized task or `Worker` object.
-            blocks: The handles of the blocks of shared tensors; None for an experiment (`Worker`).
-        """
-
-    @abstractmethod
-    def answer(self) -> Answer | Steps:
-        """Return the worker process's answer to the oldest request that is not answered yet.
-
-        A worker may send the steps of its present client before.
-
-        Raises:
-            WorkerLost: The worker ended or does not respond.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """Stop the worker process without waiting for its tasks."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill the worker process. `answer` then raises `WorkerLost`."""
-
-    def describe(self) -> str:
-        """Return what identifies the worker process, and whether it is stopped; by default an empty string."""
-        return ""
 
 
 class ResultWindow:
@@ -169,7 +101,7 @@ class PoolEngine(Engine):
         self._longest = 0.0
         self._loaded: Worker | None = None
         self._handle: Any = None
-        self._lost: Counter[int | None] = Counter()  # by client; None: lost before it was ready
+        self._lost = LostWorkers(retries)
 
     @abstractmethod
     def size(self, worker: Worker) -> int:
@@ -260,7 +192,7 @@ class PoolEngine(Engine):
 
         Workers that are still busy are ended. The others receive the object, unless they have it already.
         """
-        self._lost.clear()
+        self._lost = LostWorkers(self.retries)
         size = min(self.size(worker), len(worker.data.shards))
         for pool_worker in [pool_worker for pool_worker in self.pool_workers if pool_worker.tasks]:
             self._remove(pool_worker)
@@ -388,7 +320,7 @@ class PoolEngine(Engine):
             answer = pool_worker.answer()
         except WorkerLost as loss:
             self._remove(pool_worker)
-            return self._count_loss(pool_worker, WorkerLost(pool_worker.overdue) if pool_worker.overdue else loss)
+            return self._lost.add(pool_worker, WorkerLost(pool_worker.overdue) if pool_worker.overdue else loss)
         if isinstance(answer, Steps):
             pool_worker.steps = answer
             self.check_interrupt()  # such messages could come faster than a wait for answers ends
@@ -417,34 +349,6 @@ class PoolEngine(Engine):
             assert answer.result.failure
             answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
         return answer.result
-
-    def _count_loss(self, pool_worker: PoolWorker, loss: WorkerLost) -> Result | None:
-        """Count the workers lost while running a client's task. Return a failed result after the last retry, else None.
-
-        Raises:
-            WorkerLost: The third worker was lost before it was ready.
-        """
-        task = pool_worker.tasks[0] if pool_worker.tasks else None
-        if task or not pool_worker.ready:
-            self._lost[task.client if task else None] += 1
-        if self._lost[None] == ATTEMPTS:
-            fix = '; a script that runs an experiment with this engine must do so under `if __name__ == "__main__":`'
-            shown = fix if loss.exited and runs_script() else ""
-            raise WorkerLost(
-                f"engine: {ATTEMPTS} workers ended before they could begin, the last of them {loss}{shown}"
-            )
-        if not task or (lost := self._lost[task.client]) <= self.retries:
-            return None
-        pool_worker.tasks.popleft()
-        what = f"{lost} worker processes died running it, the last of them" if lost > 1 else "its worker process died"
-        return failed_result(task, WorkerLost(f"{what} {loss}"))
-
-
-def runs_script() -> bool:
-    """Return whether this process runs a script of the user, and not the command line."""
-    main = sys.modules["__main__"]
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    return file is not None and Path(file).stem != "fl-lightning" and not (spec and spec.parent == "fl_lightning")
 
 
 def serialize_worker(worker: Worker, left_out: SharedPositions | None = None) -> SerializedValue:

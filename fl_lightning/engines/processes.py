@@ -29,7 +29,8 @@ from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.lazy_import import skip_working_folder
 from fl_lightning.core.round_progress import listen
 from fl_lightning.core.temporary_folders import temporary_files
-from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost
+from fl_lightning.engines.pool import PoolEngine
+from fl_lightning.engines.pool_worker import PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, deserialize
 from fl_lightning.engines.task_server import Answer, Request, Steps, TaskServer
 from fl_lightning.engines.worker import Worker

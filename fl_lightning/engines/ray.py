@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
-
-import numpy as np
-import torch
 
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.core.terminal import echo
 from fl_lightning.core.trusted_imports import require_trust
-from fl_lightning.engines.data_source import DatasetParts, matching_parts
-from fl_lightning.engines.pool import PoolEngine, PoolWorker, WorkerLost, serialize_worker
-from fl_lightning.engines.serialization import SerializedValue, deserialize
-from fl_lightning.engines.task_server import Answer, Request, TaskServer
+from fl_lightning.engines.data_source import DatasetParts
+from fl_lightning.engines.pool import PoolEngine, serialize_worker
+from fl_lightning.engines.pool_worker import PoolWorker
+from fl_lightning.engines.ray_actor import Actor, StoredExperiment, on_node, open_dataset
+from fl_lightning.engines.ray_connection import check_address, check_local_files, import_ray, keep_signal_handlers
+from fl_lightning.engines.serialization import SerializedValue
 from fl_lightning.engines.worker import Worker
 
-CONNECT = 10.0  # seconds in which a cluster must accept a connection, and answer
 SLICE = 0.25  # seconds in which Ray does not return to Python, so that a signal has to wait
 REPORT = 5.0  # seconds between messages while no actor has started
-LOCAL_FILES = ("working_dir", "py_modules")  # entries of a runtime environment that may name files of this machine
-HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # the start, and empty settings
-SETTINGS = 4  # the type of the first frame that an HTTP/2 server sends
 
 
 class RayEngine(PoolEngine):
@@ -214,241 +200,9 @@ class RayEngine(PoolEngine):
                 echo(f"engine.data_dir: machine {machine} receives the dataset instead: {reason}", to_stderr=True)
 
 
-@dataclass(frozen=True)
-class StoredExperiment:
-    """The references to a serialized experiment (`Worker`) in Ray's object store.
-
-    Args:
-        parts: The parts of its `SerializedValue`.
-        opened: The parts of the dataset that a machine has opened itself, by the id of the node.
-        sent: Each part of the dataset. It is empty if the experiment contains the dataset.
-    """
-
-    parts: Any
-    opened: Mapping[str, Any] = field(default_factory=dict)
-    sent: Sequence[Any] = ()
-
-
-class Actor(PoolWorker):
-    """The main process's handle of a Ray actor that runs clients' tasks.
-
-    Args:
-        threads: Number of torch's threads, and so of CPU cores, of the actor.
-        gpus: Number of GPUs of the actor, possibly a fraction.
-
-    Attributes:
-        expected: References to the answers to come.
-        started: Whether the actor has answered a request.
-    """
-
-    def __init__(self, threads: int, gpus: float) -> None:
-        super().__init__()
-        self.expected: list[Any] = []
-        self.started = False
-        actor = import_ray().remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RemoteServer)
-        self._actor = actor.remote(threads, {"devices": 1} if gpus else {}, sys.path)  # an actor sees only its GPUs
-
-    def send(self, handle: Any, blocks: dict[int, Any] | None = None) -> None:
-        """Send the Ray actor one request: a task, or the run's experiment (`Worker`) to load."""
-        if isinstance(handle, StoredExperiment):
-            answer = self._actor.load.remote(handle.parts, handle.opened, handle.sent)
-        else:
-            answer = self._actor.serve.remote(handle, blocks)
-        self.expected.append(answer)
-
-    def answer(self) -> Answer:
-        """Return the Ray actor's next answer, copied from the object store."""
-        ray = import_ray()
-        try:
-            parts = ray.get(self.expected.pop(0))
-        except ray.exceptions.RayError as error:
-            raise WorkerLost(f"with {type(error).__name__}: {' '.join(str(error).split())}") from error
-        self.started = True
-        return deserialize(parts, copy=True)
-
-    def kill(self) -> None:
-        """Kill the Ray actor."""
-        import_ray().kill(self._actor)
-
-    end = kill
-
-
-class RemoteServer:
-    """A Ray actor that answers requests with a `TaskServer`, which runs in a thread of the actor.
-
-    Lightning installs no signal handlers in the thread.
-
-    Args:
-        threads: Number of torch's threads.
-        trainer: Options that the worker's trainer has in this process.
-        path: Search path for modules of the main process.
-    """
-
-    def __init__(self, threads: int, trainer: dict[str, Any], path: list[str]) -> None:
-        add_to_path(path)
-        self._requests: SimpleQueue[Request] = SimpleQueue()
-        self._answers: SimpleQueue[SerializedValue | BaseException] = SimpleQueue()
-        threading.Thread(target=self._run, args=(threads, trainer), daemon=True).start()
-
-    def load(self, parts: list[np.ndarray], opened: Mapping[str, Any], sent: Sequence[Any]) -> list[np.ndarray]:
-        """Load an experiment (`Worker`), and return the serialized answer.
-
-        Args:
-            parts: The serialized experiment.
-            opened: The parts of the dataset that a machine has opened itself, by node.
-            sent: All parts of the dataset. It is empty if the experiment contains them.
-        """
-        return self._answer(Request(parts, None, partial(read_dataset, opened, sent) if sent else None))
-
-    def serve(self, parts: list[np.ndarray], blocks: dict[int, Any]) -> list[np.ndarray]:
-        """Process a task, and return the serialized answer.
-
-        The tensors of a task are copied, because the object store is read-only and methods may change the tensors.
-        """
-        return self._answer(Request([part.copy() for part in parts], partial(read_block, blocks)))
-
-    def _answer(self, request: Request) -> list[np.ndarray]:
-        self._requests.put(request)
-        answer = self._answers.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer.parts
-
-    def _run(self, threads: int, trainer: dict[str, Any]) -> None:
-        try:
-            torch.set_num_threads(threads)
-            TaskServer(trainer).serve(self._requests.get, self._answers.put)
-        except BaseException as error:
-            self._answers.put(error)
-
-
-def read_block(blocks: dict[int, Any], block: int) -> list[torch.Tensor]:
-    """Return the tensors in one block of a `SharedTensorStore`, copied from Ray's object store."""
-    return deserialize(import_ray().get(blocks[block]), copy=True)
-
-
-def open_dataset(arguments: list[np.ndarray], path: list[str]) -> tuple[str, list[np.ndarray]]:
-    """Open a dataset on this machine.
-
-    Args:
-        arguments: The arguments of `matching_parts`, serialized.
-        path: Search path for modules of the main process.
-
-    Returns:
-        Why parts of the dataset are missing, or an empty string; and the serialized parts, None for missing ones.
-    """
-    add_to_path(path)
-    source, data_dir, digests = deserialize(arguments)
-    values: list[Any] = [None] * len(digests)
-    reason = ""
-    try:
-        values = matching_parts(source, data_dir, digests)
-    except Exception as error:
-        reason = one_line(error)
-    if not reason and any(value is None for value in values):
-        reason = f"the files in {data_dir} hold other values"
-    return reason, SerializedValue(values).parts
-
-
-def read_dataset(opened: Mapping[str, Any], sent: Sequence[Any], block: int) -> list[Any]:
-    """Return the parts of a dataset: those that this machine has opened itself, and others from the object store."""
-    ray = import_ray()
-    values: list[Any] = [None] * len(sent)
-    with suppress(KeyError, ray.exceptions.RayError):  # the machine joined later, or the task was lost
-        values = deserialize(ray.get(opened[ray.get_runtime_context().get_node_id()]))
-    return [deserialize(ray.get(part)) if value is None else value for value, part in zip(values, sent, strict=True)]
-
-
-def on_node(function: Callable[..., Any], node: str, returns: int = 1) -> Any:
-    """Return a function as a Ray task that runs on a certain node and needs no free CPU.
-
-    Args:
-        function: The function.
-        node: The id of the node.
-        returns: Number of values that the function returns.
-    """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return import_ray().remote(num_cpus=0, num_returns=returns, scheduling_strategy=there)(function)
-
-
-def add_to_path(path: list[str]) -> None:
-    """Let this process also search modules in these folders, after its own."""
-    sys.path += [folder for folder in path if folder not in sys.path]
-
-
 def places_on(node: dict[str, float], threads: int, gpus: float) -> int:
     """Return how many actors with these numbers of threads and GPUs fit on a machine of the Ray cluster."""
     rooms = [node.get("CPU", 0.0) // threads]
     if gpus:
         rooms.append(node.get("GPU", 0.0) // gpus if gpus >= 1 else node.get("GPU", 0.0) * (1 // gpus))
     return int(min(rooms))
-
-
-def check_address(address: str | None) -> None:
-    """Check that a server of HTTP/2, as Ray's are, answers at an address, because Ray itself waits for minutes.
-
-    Args:
-        address: The address; None for the one in `RAY_ADDRESS`. Without host and port, such as `auto`, it is not
-            checked.
-
-    Raises:
-        ConfigError: Nothing answers.
-    """
-    key, text = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
-    try:
-        place = urlsplit(f"//{text.removeprefix('ray://')}")
-        if place.hostname and place.port:
-            with socket.create_connection((place.hostname, place.port), CONNECT) as channel:
-                if os.environ.get("RAY_USE_TLS", "0") == "0" and not speaks_http2(channel):
-                    raise ValueError("another service")
-    except (OSError, ValueError) as error:
-        fix = "Correct the address, or start the cluster with `ray start --head`"
-        raise ConfigError(f"{key}: no Ray cluster answers ({text}: {error}). {fix}") from error
-
-
-def speaks_http2(channel: socket.socket) -> bool:
-    """Return whether the server of a connection answers as one of HTTP/2."""
-    channel.sendall(HTTP2)
-    return channel.recv(4)[3:] == bytes([SETTINGS])
-
-
-def check_local_files(runtime_env: Mapping[str, Any]) -> None:
-    """Check that the files exist that a runtime environment sends to the machines. URIs are not checked.
-
-    Raises:
-        ConfigError: A file or folder does not exist.
-    """
-    for key in LOCAL_FILES:
-        held = runtime_env.get(key)
-        for path in held if isinstance(held, list) else [held]:
-            if isinstance(path, str) and "://" not in path and not os.path.exists(path):
-                raise ConfigError(f"engine.runtime_env.{key}: {path} does not exist. Correct the path")
-
-
-def import_ray() -> ModuleType:
-    """Import and return the package `ray`.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError("engine: RayEngine needs ray; pip install 'fl-lightning[ray]'") from error
-    return ray
-
-
-@contextmanager
-def keep_signal_handlers() -> Iterator[None]:
-    """Context that restores the handlers of SIGINT and SIGTERM at its end.
-
-    Ray replaces them, and its handlers would end a run in the middle of a round.
-    """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

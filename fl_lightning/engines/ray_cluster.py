@@ -9,7 +9,8 @@ from typing import Any
 
 from fl_lightning.core.errors import one_line
 from fl_lightning.engines.data_source import DatasetParts, DataSource
-from fl_lightning.engines.ray import import_ray, on_node, open_dataset
+from fl_lightning.engines.ray_actor import on_node, open_dataset
+from fl_lightning.engines.ray_connection import import_ray
 from fl_lightning.engines.serialization import SerializedValue
 
 PACKAGES = ("torch", "lightning", "numpy", "ray")

@@ -8,8 +8,6 @@ get the same bytes.
 from __future__ import annotations
 
 import copy
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -30,15 +28,10 @@ from fl_lightning.client.fit import fit as fit_locally
 from fl_lightning.client.hidden import HiddenSamples
 from fl_lightning.client.lightning_model import (
     ModelHooks,
-    check_lightning_model,
-    class_name,
     has_optimizer,
-    own_optimizer,
-    own_step,
 )
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.local_work import LocalWork
-from fl_lightning.client.loss_term import FitContext
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import optimizer_tensors
 from fl_lightning.client.private_random import PrivateRandom
@@ -63,35 +56,17 @@ from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.federated_data import sha256
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
-    blame_inputs,
     blame_network,
-    check_batch_sampler,
-    check_class_weights,
-    check_gradients,
-    check_mixing,
-    check_optimizer,
-    check_options,
-    check_outputs,
-    check_share,
     check_tensors,
-    check_trainer,
     unchanged_fixed_tensors,
-    warn_of_cut_steps,
-    warn_of_emulation,
-    warn_of_environment,
-    warn_of_eval_mode,
-    warn_of_unused_optimizer,
 )
-from fl_lightning.engines.client_callbacks import StepReports, check_client_callbacks, logged_metrics, set_up_callbacks
+from fl_lightning.engines.client_callbacks import StepReports, logged_metrics
 from fl_lightning.engines.client_data import ClientData
 from fl_lightning.engines.device import prefers_channels_last
-from fl_lightning.engines.dp_sgd_checks import check_dp_sgd, check_dp_sgd_options
 from fl_lightning.engines.module_factory import ModuleFactory
-from fl_lightning.engines.schedule_checks import check_lr_factors, check_schedule
 from fl_lightning.engines.scorer import Scorer
 from fl_lightning.engines.trainer import inference, obstacle_to_loop, quiet_lightning, quiet_trainer
 from fl_lightning.engines.unread_result import UnreadResult, read_together, unread_result
-from fl_lightning.evaluation.extra_metrics import check_measures
 from fl_lightning.models import Mixed, NetworkFactory
 from fl_lightning.models.mixed import networks_of
 from fl_lightning.models.wrapped import build_network, initialise_lazy_layers
@@ -212,7 +187,7 @@ class Worker:
         """LightningModule with the run's initial weights. Each task trains a copy of it."""
         seed_everything(self.seed, Stream.INITIAL_WEIGHTS, *[self.group] * (self.group > 0))
         with blame_network(self.model, self.group):
-            backbone = self._build_network(self._factory)
+            backbone = self._build_network(self.factory)
         shared = {}
         if isinstance(self.algorithm, SharesNetwork) and self.algorithm.shared_model:
             with blame("algorithm.shared_model"):
@@ -227,7 +202,8 @@ class Worker:
         return module
 
     @property
-    def _factory(self) -> Callable[..., nn.Module]:
+    def factory(self) -> Callable[..., nn.Module]:
+        """The function that builds the network."""
         return networks_of(self.model)[self.group]
 
     def _build_network(self, factory: NetworkFactory) -> nn.Module:
@@ -301,106 +277,6 @@ class Worker:
     def keeps_optimizer(self) -> bool:
         """Whether clients' optimizer states are kept between rounds."""
         return (self.training.optimizer_state or self.algorithm.optimizer_state) == "kept"
-
-    def check(self, scaled: bool = False) -> None:
-        """Check the options, the model, the optimizer and the metrics before the first round.
-
-        Args:
-            scaled: Whether `round_lr_scheduler` scales the clients' learning rates.
-
-        Raises:
-            ConfigError: The trainer's options, the model or the optimizer do not fit.
-        """
-        objective = self.data.objective
-        if not objective.classes and (part := next(self.algorithm.of_classes, None)):
-            fix = "Use another method, such as FedAvg."
-            raise ConfigError(f"algorithm: {part} compares classes, but {objective.no_classes}. {fix}")
-        check_client_callbacks(self.client_callbacks)
-        with blame("trainer"):
-            check_options(self.training.trainer)
-            trainer = self.idle_trainer
-        check_trainer(trainer, self.training.trainer)
-        warn_of_environment(self.device)
-        warn_of_emulation(self.device, str(trainer.precision))
-        if self.training.dp_sgd:
-            check_dp_sgd_options(self.training, trainer, self.data)
-        if self.training.batch_sampler == "balanced":
-            check_batch_sampler(self.data)
-        if isinstance(self.model, Mixed):
-            self.model.check_clients(len(self.data.shards) + len(self.data.held_out))
-        for worker in self.groups:
-            with blame_network(self.model, worker.group):
-                worker._check_network(scaled)
-
-    def _check_network(self, scaled: bool) -> None:
-        """Check the network, and the options that depend on it: the optimizer, the schedules and the metrics."""
-        objective, outputs, trainer = self.data.objective, self.data.data.num_classes, self.idle_trainer
-        with blame("model"):
-            module = self.modules.build().to(self.device)
-        warn_of_eval_mode(module)
-        if self.training.class_weights is not None:
-            check_class_weights(self.training.class_weights, objective, outputs, module)
-        if self.training.mixing:
-            check_mixing(self.training.mixing, self.data, module)
-        scorer = self.scorer
-        set_up_callbacks(self.client_callbacks, trainer, self.modules.build())
-        sizes = self.data.concatenate()[1]
-        fewest, most = (max(1, math.ceil(int(n) / self.training.batch_size)) for n in (sizes.min(), sizes.max()))
-        check_share(trainer, fewest)
-        works = work, longest = [LocalWork.under(trainer, batches) for batches in (fewest, most)]
-        if not self.group:
-            warn_of_cut_steps(trainer, work.steps)
-        if module.trains_itself:
-            warn_of_unused_optimizer(module)
-            self._check_lightning_model(ClientTrainerView(trainer, trainer, work))
-        with blame("optimizer"):
-            spare = self.modules.build().to(self.device)
-            if not spare.has_own_optimizer:
-                check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, self.keeps_optimizer)
-        check_lr_factors(spare, frozenset(self.fixed))
-        check_schedule(spare, trainer, works, scaled)
-        with blame("lr_scheduler"):
-            if not module.has_own_optimizer:
-                module.configure_optimizers()
-        with blame("algorithm"):
-            module.context = FitContext(class_counts=torch.ones(objective.stratum_count(outputs)))
-            module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, longest))
-            for term in module.terms():
-                term.begin(module)
-            module.check_fit()
-        x, y = next(iter(self.client_data.ordered_batches(None)))
-        entries = module.backbone.state_dict().keys()
-        with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
-            returned = {key: network(x) for key, network in module.networks.items()}
-        for key, logits in returned.items():
-            check_outputs(logits, len(x), objective.output_shape(y, outputs), self._factory, key)
-            check_gradients(logits, module, entries)
-            check_measures(scorer.measures, objective, logits.detach(), y)
-        if self.training.dp_sgd:
-            check_dp_sgd(self.algorithm, module, (x, y))
-            if reason := self.obstacle_to_vmap:
-                what = f"{class_name(module.backbone)} computes the gradients of single samples one by one"
-                warnings.warn(f"dp_sgd: {what}, which is slow, because torch.vmap cannot ({reason}).", stacklevel=2)
-
-    def _check_lightning_model(self, trainer: Any) -> None:
-        """Check a model that is a LightningModule, and try a step of its training and its optimizer."""
-        module = self.modules.build().to(self.device).train()
-        module.trainer, vars(module)["log"] = trainer, lambda *args, **options: None
-        if self.training.compile:
-            raise ConfigError("compile: a LightningModule's own training step is not compiled. Set compile false.")
-        for key in ("lr_scheduler", "lr_factors"):
-            if getattr(self.training, key):
-                module.require_optimizer(key)
-        check_lightning_model(module)
-        batch = next(iter(self.client_data.ordered_batches(None)))
-        entries = module.backbone.state_dict().keys()
-        with blame_inputs(batch[0]), trainer.precision_plugin.train_step_context():
-            loss, _ = own_step(module, batch, 0)
-        check_gradients(loss, module, entries)
-        if module.has_own_optimizer:
-            with blame("model"):
-                check_optimizer(own_optimizer(module)[1], trainer, self.keeps_optimizer)
 
     def run(self, task: Task) -> Result:
         """Run a client's task and return its result. A `Trainer` of its own trains the client.

@@ -11,7 +11,7 @@ from fl_lightning.algorithms import UAPDFL, FedSiamDA
 from fl_lightning.callbacks import RoundProgress
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import AutoEngine, Engine, ProcessesEngine, SequentialEngine, StackedEngine, auto, engine_of
-from fl_lightning.engines.pool import WorkerLost
+from fl_lightning.engines.pool_worker import WorkerLost
 from fl_lightning.models import MLP, Head
 
 

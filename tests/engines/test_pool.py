@@ -25,9 +25,10 @@ from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.core.message import Message
 from fl_lightning.core.round_progress import listen
 from fl_lightning.core.task import Result, Tasks
-from fl_lightning.engines import Task, pool, processes, ray, task_server
+from fl_lightning.engines import Task, pool, processes, ray_actor, task_server
 from fl_lightning.engines.client_order import ClientOrder
-from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, PoolWorker, ResultWindow, WorkerLost
+from fl_lightning.engines.pool import FETCHED, QUEUED, PoolEngine, ResultWindow
+from fl_lightning.engines.pool_worker import PoolWorker, WorkerLost
 from fl_lightning.engines.processes import ALIGNMENT, MemoryFile
 from fl_lightning.engines.serialization import SerializedValue, SharedTensorStore, deserialize
 from fl_lightning.engines.task_server import Request, Steps, TaskServer
@@ -866,6 +867,6 @@ class Broken(TaskServer):
 
 
 def test_an_actor_raises_the_error_of_its_server(monkeypatch):
-    monkeypatch.setattr(ray, "TaskServer", Broken)
+    monkeypatch.setattr(ray_actor, "TaskServer", Broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        ray.RemoteServer(1, {}, []).load([], {}, [])
+        ray_actor.RemoteServer(1, {}, []).load([], {}, [])

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from fl_lightning.core.errors import ConfigError, Interrupted
-from fl_lightning.engines import RayEngine
+from fl_lightning.engines import RayEngine, ray_actor, ray_connection
 from fl_lightning.engines import ray as ray_engine
-from fl_lightning.engines.ray import Actor, check_address
+from fl_lightning.engines.ray_actor import Actor
+from fl_lightning.engines.ray_connection import check_address
 
 
 class Cluster:
@@ -42,7 +43,8 @@ class Cluster:
 
 def waiting(monkeypatch, cluster, **options):
     """Return an engine with one actor that has been asked to load an experiment."""
-    monkeypatch.setattr(ray_engine, "import_ray", lambda: cluster)
+    for module in (ray_engine, ray_actor):
+        monkeypatch.setattr(module, "import_ray", lambda: cluster)
     monkeypatch.setattr(ray_engine, "time", SimpleNamespace(monotonic=lambda: cluster.clock))
     engine = RayEngine(**options)
     engine.gpus_per_actor = options.get("gpus") or 0.0
@@ -160,7 +162,7 @@ def test_the_exit_of_ray_becomes_an_error(monkeypatch, service):
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b""])
 def test_another_service_or_a_frozen_one_is_refused(monkeypatch, service, answer):
     """Ray itself waits 200 seconds for it."""
-    monkeypatch.setattr(ray_engine, "CONNECT", 0.2)
+    monkeypatch.setattr(ray_connection, "CONNECT", 0.2)
     with pytest.raises(ConfigError, match=r"^engine.address: "):
         check_address(service(answer))
 
@@ -169,8 +171,8 @@ def test_an_actor_has_started_once_it_has_answered(monkeypatch):
     cluster = Cluster()
     cluster.get = lambda reference: []
     cluster.exceptions = SimpleNamespace(RayError=RuntimeError)
-    monkeypatch.setattr(ray_engine, "import_ray", lambda: cluster)
-    monkeypatch.setattr(ray_engine, "deserialize", lambda parts, copy: "answer")
+    monkeypatch.setattr(ray_actor, "import_ray", lambda: cluster)
+    monkeypatch.setattr(ray_actor, "deserialize", lambda parts, copy: "answer")
     actor = Actor(1, 0.0)
     actor.send("handle")
     assert not actor.started
