@@ -247,6 +247,28 @@ def test_initial_models_equal_explicit_class_models_with_partial_participation(d
         assert_equals(state["model"], mixed([n / sum(samples) for n in samples], models))
 
 
+@pytest.mark.parametrize("clients", [2, 9])  # fewer and more than classes
+def test_initial_models_are_rounded_once(clients):
+    models = [weights_of_a_client(k) for k in range(clients)]
+    before = {"model": models[0]} | ClassWise().initial(models[0], C)
+    state = before | finish(ClassWise(), [upload(k, model, k + 1) for k, model in enumerate(models)], before)
+    shares = [by_hand_distribution(model["head.2.weight"].double()) for model in models]
+    q = by_hand_weights(range(1, clients + 1), shares)
+    exact = mixed(shares[1], [mixed([row[j] for row in q], models) for j in range(C)])
+    model = ClassWise().model_for(state, 1)
+    assert same_bytes({name: model[name] for name in exact}, {name: value.float() for name, value in exact.items()})
+
+
+def test_uploaded_class_shares_sum_to_1_in_float64():
+    model, counts = weights_of_a_client(0), torch.tensor([[3, 2, 1, 1], [1, 1, 4, 5]])
+    before = {"model": model} | ClassWise("true").initial(model, C)
+    uploads = [upload(k, model, 1, cw.class_shares(row)) for k, row in enumerate(counts)]
+    known = finish(ClassWise("true"), uploads, before)["distributions"]
+    for k, row in enumerate(counts.tolist()):
+        assert float(known[str(k)].sum()) == pytest.approx(1.0, abs=1e-15)
+        assert known[str(k)].tolist() == pytest.approx([n / sum(row) for n in row], rel=1e-6)
+
+
 def test_integer_entries_keep_the_largest_of_the_round():
     aggregator, models = ClassWise(), [weights_of_a_client(seed) for seed in range(3)]
     for model, batches in zip(models, (4, 9, 6), strict=True):

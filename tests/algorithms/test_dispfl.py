@@ -22,6 +22,7 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     search_rate,
 )
 from fl_lightning.core.state_dicts import pack_mask, unpack_mask
+from fl_lightning.models import MLP
 
 PLAIN = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
 SHAPES = {
@@ -285,6 +286,16 @@ def test_weight_decay_and_kept_momentum_do_not_leave_the_mask(tmp_path, optimize
     for weights, mask in (pair for one in trained for pair in one):
         assert (weights[~mask] == 0).all()
         assert (weights[mask] != 0).any()
+
+
+def test_gradients_outside_the_mask_are_zero_before_they_are_clipped():
+    module = DisPFL().client_module(MLP(in_shape=(4,), num_classes=3))
+    parameters = dict(module.backbone.named_parameters())
+    module.masks = {name: torch.arange(p.numel()).view(p.shape) % 3 > 0 for name, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = torch.full_like(p, 2.0)
+    module.on_before_optimizer_step(torch.optim.SGD(parameters.values(), lr=1.0))
+    assert all(torch.equal(p.grad, 2.0 * module.masks[name]) for name, p in parameters.items())
 
 
 def test_the_evaluated_and_the_returned_model_are_the_trained_one(tmp_path):

@@ -71,6 +71,12 @@ def test_eq7_equals_a_brute_force_loop(clients, data):
     torch.testing.assert_close(merged.sum(dim=1), torch.ones(C))
 
 
+def test_merged_counts_are_the_sums_over_the_clients():
+    counts = torch.tensor([[1.0, 0, 4, 2, 0], [3, 5, 0, 2, 0]])
+    merged = SoftLabels().merge(SoftLabels().initial(C), uploads(soft_labels(2, C, C), counts), Round(1, {}))
+    assert merged["counts"].tolist() == [4, 5, 4, 4, 0]
+
+
 def test_round_one_broadcasts_the_identity():
     assert torch.equal(SoftLabels().initial(C)["values"], torch.eye(C))
 
@@ -137,8 +143,22 @@ def test_the_anchor_is_updated_every_n_steps():
             net.weight += 0.1
         if count % 2 == 0:
             anchor = net.weight.detach().clone()
-        expected = 2.0 * dw.linearized_consistency_loss(omega, net.weight, anchor)
-        torch.testing.assert_close(term(step), expected)
+        expected, loss = 2.0 * dw.linearized_consistency_loss(omega, net.weight, anchor), term(step)
+        torch.testing.assert_close(loss, expected)
+        gradients = [torch.autograd.grad(value, net.weight) for value in (loss, expected)]
+        torch.testing.assert_close(*gradients)  # the anchor has none
+
+
+def test_a_fit_starts_with_a_new_anchor():
+    omega, net = soft_labels(C, C), nn.Linear(4, C, bias=False)
+    term = DistillingWeights(mu=1.0, linearize_every=3)
+    term.load(omega)
+    module, step = ClientModule(net, [term]), Step(torch.zeros(1, C), torch.tensor([0]), backbone=net)
+    for _ in range(2):
+        term.begin(module)
+        with torch.no_grad():
+            net.weight += 0.5
+        torch.testing.assert_close(term(step), dw.linearized_consistency_loss(omega, net.weight, net.weight))
 
 
 # --- The method ---
@@ -262,7 +282,19 @@ def test_reference_divides_mu_by_ten_in_every_ninth_round():
         module.context = FitContext(round=round)
         term.begin(module)
         assert term.round_mu == pytest.approx(mu), round
+    weight = module.backbone.head.weight.detach()
+    relations = weight @ weight.T
+    losses = {
+        None: (relations.softmax(dim=1) - torch.eye(3)).square().mean(),
+        1: (relations - torch.eye(3)).square().sum(),
+    }
+    for every, loss in losses.items():
+        term = DistillingWeights(3.0, every, reference=True, allow_bias=True)
+        term.load(torch.eye(3))
+        term.begin(module)  # of round 27
+        found = term(Step(torch.zeros(1, 3), torch.tensor([0]), backbone=module.backbone))
+        assert found.item() == pytest.approx(0.003 * loss.item(), rel=1e-5)
     paper = FedDW(mu=3.0).client_module(MLP(in_shape=(4,), num_classes=3))
-    (term,), paper.round = paper.terms(), 27
+    (term,), paper.context = paper.terms(), FitContext(round=27)
     term.begin(paper)
     assert term.round_mu == 3.0

@@ -47,6 +47,11 @@ def test_labels_are_drawn_in_proportion_to_the_counts_and_never_from_an_empty_cl
     assert label_bounds(torch.tensor([3.0, 7.0, 11.0, 0.0]))[-1] == 1
 
 
+def test_the_smallest_random_number_draws_no_empty_class(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.zeros(shape))
+    assert draw_labels(label_bounds(torch.tensor([0.0, 0.0, 2.0, 1.0])), 3).tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_losses_of_the_ensemble_equal_brute_force_loops(heads):
     logits, labels = torch.randn(heads, 6, 4, dtype=torch.float64), torch.tensor([0, 3, 3, 1, 0, 1])

@@ -72,6 +72,18 @@ def test_factors_have_the_smallest_rank_that_keeps_the_energy(shape, energy):
     assert lost == pytest.approx((values[rank:] ** 2).sum(), rel=1e-9, abs=1e-12)
 
 
+def test_a_rank_with_exactly_the_energy_is_enough():
+    left, right = kd.truncated_factors(torch.eye(4, dtype=torch.float64), 0.5)
+    assert (left.shape, right.shape) == ((4, 2), (2, 4))
+
+
+def test_factors_of_the_same_size_are_not_sent():
+    change = {"w": torch.tensor([[1.0, 2.0], [2.0, 4.0]])}
+    sections = kd.compress(change, {"w": torch.zeros(2, 2)}, 0.9)
+    assert not sections["factors"]
+    assert same_bytes(sections["model"], change)
+
+
 @pytest.mark.parametrize("rows", [3, 0])
 def test_a_matrix_of_zeros_has_empty_factors(rows):
     left, right = kd.truncated_factors(torch.zeros(rows, 4, dtype=torch.float64), 0.9)

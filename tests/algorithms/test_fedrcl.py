@@ -1,6 +1,6 @@
 """FedRCL's losses against brute force, its levels, and its identities (baselines: A8)."""
 
-from math import exp, log
+from math import exp, log, log1p
 
 import pytest
 import torch
@@ -75,6 +75,12 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 
 # --- The two losses ---
+
+
+def test_a_similarity_at_the_threshold_is_penalised():
+    s = torch.tensor([[1.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    penalty = relaxation_loss(s, torch.tensor([0, 0]), tau=0.2, threshold=0.5).item()
+    assert penalty == pytest.approx(log1p(exp((0.5 - 1) / 0.2)))
 
 
 @pytest.mark.parametrize("classes", [1, 2, 4, 30])

@@ -402,6 +402,14 @@ def test_eq16_averages_batchnorm_statistics_that_are_not_in_the_cosine():
     assert len({round(x, 6) for x in xi}) == 3  # not the plain mean
 
 
+def test_buffers_are_not_in_the_cosine():
+    models = [{"w": torch.tensor([1.0, k]), "scale": torch.tensor([100.0 * k])} for k in range(3)]
+    aggregator = DualAggregation()
+    aggregator.buffers = frozenset({"scale"})
+    weights = finish(aggregator, uploads(models, [1, 1, 1]))["weights"]["value"]
+    assert weights.tolist() == pytest.approx(by_hand_xi([model["w"] for model in models]), rel=1e-9)
+
+
 # --- Runs ---
 
 

@@ -399,3 +399,13 @@ def test_testing_a_run_evaluates_each_clients_last_model(tmp_path, buffers):
     again.load()
     found, last = again.test(), client_series(tmp_path, 3)
     assert [found.clients[k]["acc"] for k in range(6)] == [last[f"client_{k}/acc"] for k in range(6)]
+
+
+def test_a_new_client_is_linked_to_all_and_changes_no_other_link():
+    method = PeerAlgorithm(graph=Ring())
+    state = method.initial_state(MLP((4,), 3), 3, 5, np.random.default_rng(0))
+    before = state["links"]["matrix"]
+    after = method.add_client(state, {})["links"]["matrix"]
+    assert torch.equal(after[:5, :5], before)
+    assert after[5].tolist() == [True] * 5 + [False]
+    assert not after[:, 5].any()

@@ -474,6 +474,12 @@ def test_the_largest_integers_are_left_out(rule, expected):
     assert (count.item(), count.dtype) == (expected, torch.int64)
 
 
+def test_of_an_even_number_of_integers_fewer_than_half_are_left_out():
+    uploads = [Upload(k, with_buffers(0.1 * k, 0.0, count)) for k, count in enumerate([7, 6, 5, 4])]
+    round = Round(1, {})
+    assert Median().finish(fold_all(Median(), uploads, round), round, {})["model"]["bn.count"].item() == 6
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_keeps_types_and_shapes(name, dtype):
@@ -517,7 +523,7 @@ def test_f_can_be_a_share_of_the_rounds_clients_rounded_up(name):
 
 
 def test_a_share_is_rounded_up_without_rounding_errors():
-    for share, clients, count in ((0.1, 30, 3), (0.2, 5, 1), (0.2, 6, 2), (0.0, 9, 0), (0.29, 100, 29), (0.01, 3, 1)):
+    for share, clients, count in ((0.1, 30, 3), (0.2, 5, 1), (0.2, 6, 2), (0.0, 9, 0), (0.29, 100, 29), (0.07, 100, 7)):
         assert tolerated(share, clients) == count
     assert (tolerated(3, 5), tolerated(2.0, 5), tolerated(None, 5)) == (3, 2, 0)
 

@@ -291,6 +291,24 @@ def test_terms_of_the_weights_are_neither_clipped_nor_noisy():
     torch.testing.assert_close(sums[1] - sums[0], 1e6 * (now - start), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("vectorised", [True, False])
+def test_terms_of_samples_and_of_weights_are_added_once(vectorised):
+    class LogitSize(LossTerm):
+        def forward(self, step):
+            return step.logits.square().mean()
+
+    module = client(nn.Linear(3, 4), LogitSize(), Proximal(0.5), dtype=torch.float64)
+    start = [p.detach().clone() for p in module.backbone.parameters()]
+    with torch.no_grad():
+        module.backbone.weight += 1
+    x, y = samples((3,), dtype=torch.float64)
+    found = step(module, (x, y), clip=math.inf, vectorised=vectorised)
+    logits, own = module.backbone(x), [*module.backbone.parameters()]
+    apart = sum((p - w).square().sum() for p, w in zip(own, start, strict=True))
+    expected = torch.autograd.grad(F.cross_entropy(logits, y) + logits.square().mean() + 0.25 * apart, own)
+    torch.testing.assert_close(found, torch.cat([each.flatten() for each in expected]))
+
+
 def test_a_term_reads_samples_if_it_uses_any_tensor_of_the_step():
     class Reads(LossTerm):
         part: str = "logits"

@@ -161,6 +161,13 @@ def test_top_k_of_equal_entries_keeps_the_first():
     assert restored(TopK(keep=0.4), v).tolist() == [0, -2, 2, 0, 0]
 
 
+def test_random_k_with_feedback_sends_the_values_as_they_are():
+    v = vector(40)
+    kept = restored(RandomK(keep=0.25), v)
+    assert torch.equal(kept[kept != 0], v[kept != 0].float().double())
+    assert (kept != 0).sum() == 10
+
+
 @pytest.mark.thorough
 def test_random_k_keeps_each_entry_equally_often_and_is_unbiased_without_feedback():
     v, rounds = vector(40), 4000
@@ -231,6 +238,11 @@ def test_a_level_that_is_never_sent_is_refused():
 
 
 # --- SignSGD and Float16 ---------------------------------------------------------------------------------------------
+
+
+def test_the_sign_of_zero_is_plus():
+    v = torch.tensor([0.0, -1.0, 2.0, -3.0], dtype=torch.float64)
+    assert restored(SignSGD(bucket=None), v).tolist() == [1.5, -1.5, 1.5, -1.5]
 
 
 @pytest.mark.parametrize("bucket", [None, 3, 8, 100])

@@ -3,6 +3,7 @@ import random
 import re
 import statistics
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from fl_lightning.core.message import Message
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.core.task import Score
 from fl_lightning.engines import Task
-from fl_lightning.evaluation.evaluation import Evaluation, client_summary, evaluate
+from fl_lightning.evaluation.evaluation import (
+    Evaluation,
+    client_summary,
+    evaluate,
+    logged_metrics,
+    personal_means,
+    train_metrics,
+)
 from fl_lightning.evaluation.summary import best_and_last, lowest_losses, rounds_to, summarize
 from fl_lightning.models import MLP, Head
 
@@ -114,6 +122,40 @@ def test_the_worst_decile_is_rounded_up_to_whole_clients(clients: int, worst: in
 
 def test_the_summary_over_no_clients_is_empty() -> None:
     assert client_summary([]) == {}
+
+
+def test_the_worst_clients_have_the_largest_values_of_an_error() -> None:
+    clients = [Score(1, {"mae": float(k), "loss": 0.0}) for k in range(11)]
+    assert client_summary(clients)["client/mae_worst_decile"] == 9.5
+
+
+def test_personal_models_are_averaged_over_those_that_have_a_metric() -> None:
+    scores = [Score(5, {"acc": 0.5, "loss": 1.0}), Score(9, {"acc": 0.9, "f1_score": 0.4, "loss": 1.0})]
+    assert personal_means(scores) == {
+        "personal_on_global/acc_mean": pytest.approx(0.7),
+        "personal_on_global/f1_score_mean": 0.4,
+    }
+
+
+def test_a_loss_term_that_a_client_does_not_have_counts_as_zero() -> None:
+    clients = [
+        SimpleNamespace(losses={"loss": 3.0, "ce": 2.0, "prox": 1.0}),
+        SimpleNamespace(losses={"loss": 1.0, "ce": 1.0}),
+    ]
+    assert train_metrics(clients) == {"client/train_loss": 2.0, "client/train_ce": 1.5, "client/train_prox": 0.5}  # type: ignore[arg-type]
+
+
+def test_logged_values_are_averaged_over_the_clients_that_logged_them() -> None:
+    clients = [SimpleNamespace(client=k, logged=own) for k, own in ((4, {"a": 1.0, "b": 5.0}), (7, {"a": 2.0}))]
+    metrics = logged_metrics(clients)  # type: ignore[arg-type]
+    assert dict(metrics) == {"client/a": 1.5, "client/b": 5.0}
+    assert metrics.clients == {4: {"a": 1.0, "b": 5.0}, 7: {"a": 2.0}}
+
+
+@pytest.mark.parametrize(("rounds", "due"), [(7, [3, 6, 7]), (6, [3, 6])])
+def test_every_nth_and_the_last_round_are_evaluated(rounds: int, due: list[int]) -> None:
+    evaluation = Evaluation(every=3)
+    assert [round for round in range(1, rounds + 1) if evaluation.is_due(round, rounds)] == due
 
 
 # --- Over rounds ---

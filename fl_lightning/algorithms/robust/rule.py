@@ -43,7 +43,7 @@ def tolerated(f: Tolerated | None, clients: int) -> int:
         (3, 2)
     """
     f = f or 0
-    return int(f) if f >= 1 else math.ceil(f * clients - 1e-9)  # 0.1 x 30 is above 3
+    return int(f) if f >= 1 else math.ceil(f * clients - 1e-9)  # 0.07 x 100 is above 7
 
 
 class RobustRule(ArgumentsMixin):
@@ -105,7 +105,7 @@ class RobustRule(ArgumentsMixin):
     def extremes(self, count: int) -> int:
         """Return how many of the largest values of an integer entry are left out, of `count` clients' values.
 
-        By default f. Rules without f leave out all above the median.
+        By default f. Rules without f leave out all above the (upper) median.
         """
         return (count - 1) // 2 if self.f is None else min(tolerated(self.f, count), count - 1)
 

@@ -49,7 +49,7 @@ def global_knowledge(local: Tensor, held: Tensor, similar_clients: int) -> tuple
     for j in range(held.shape[1]):
         own = local[held[:, j], j].double()
         if len(own):
-            distance = (own[:, None] - own[None, :]).norm(dim=2).fill_diagonal_(-1)  # each client is its own nearest
+            distance = (own[:, None] - own[None, :]).norm(dim=2)  # 0 to itself
             group = distance.argsort(dim=1, stable=True)[:, : min(similar_clients, len(own) - 1) + 1]
             merged[j] = own[group].mean(dim=1).mean(dim=0).to(merged.dtype)
     return merged, held.any(dim=0)
