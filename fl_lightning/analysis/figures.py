@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from fl_lightning.analysis.comparison import Comparison, across_values, compare
-from fl_lightning.analysis.run_groups import Group, group_labels, group_styles
+from fl_lightning.analysis.run_groups import Group, group_labels, group_styles, setting_label
 from fl_lightning.analysis.run_settings import compared_settings, varied_settings
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names, shorten_name
@@ -144,9 +144,7 @@ def arrange(found: Comparison) -> Panels:
     There is one panel for each value of the setting `found.across`; a single panel if there is no such setting.
     """
     key, values = found.across, across_values(found) or [""]
-    end = key.rpartition(".")[2]
-    named = {value: f"{end}={value}" if value else f"no {end}" for value in values}
-    titles = {value: value if key in ("", "algorithm") else named[value] for value in values}
+    titles = {value: value if key in ("", "algorithm") else setting_label(key, value) for value in values}
     others = [replace(group, names={k: v for k, v in group.names.items() if k != key}) for group in found.groups]
     labels = group_labels(others)
     panels: dict[str, dict[str, Group]] = {title: {} for title in titles.values()}

@@ -213,13 +213,19 @@ def _method_name(path: str, grouping: Grouping) -> str:
     return name if [each.rpartition(".")[2] for each in paths].count(name) == 1 else path
 
 
+def setting_label(key: str, value: str) -> str:
+    """Return the label of a setting in figures: `mu=0.1`, or `no mu` for runs without this setting (empty value)."""
+    end = key.rpartition(".")[2]
+    return f"{end}={value}" if value else f"no {end}"
+
+
 def group_labels(groups: Sequence[Group]) -> list[str]:
     """Return the label of each group: its method, and the settings that vary among the groups of this method."""
 
     def label(group: Group) -> str:
         same_method = [other for other in groups if other.names.get("algorithm") == group.names.get("algorithm")]
         names = [
-            value if key == "algorithm" else f"{key.rpartition('.')[2]}={value}"
+            value if key == "algorithm" else setting_label(key, value)
             for key, value in group.names.items()
             if key == "algorithm" or len({other.names.get(key) for other in same_method}) > 1
         ]

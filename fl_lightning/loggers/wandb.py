@@ -85,9 +85,6 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
     ) -> None:
         if log_model not in (True, False, "all"):
             raise ConfigError(f"logger.log_model: {log_model!r} is neither true, false nor all")
-        with temporary_files():
-            import wandb  # not at the top: importing it creates temporary folders
-
         super().__init__()
         self.log_model = log_model
         self._swept = bool(os.environ.get("WANDB_SWEEP_ID"))  # a W&B sweep sets the run's id itself
@@ -107,10 +104,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             "notes": _option_or_variable(notes, "NOTES"),
             "mode": self.mode,
             "resume": "allow",
-            "settings": wandb.Settings(console="off"),
         }
-        if self.mode in OFFLINE:
-            self._wandb_init["settings"].silent = True
         self._last_round = -1  # the last round in the W&B run when the run was resumed
         self._row_is_open = False  # whether values were logged since the last `save`
 
@@ -123,7 +117,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         Raises:
             ConfigError: W&B does not accept an option or an environment variable, or the file is damaged.
         """
-        import wandb
+        with temporary_files():
+            import wandb  # not at the top: importing it takes time and creates temporary folders
 
         if self._swept and self.mode in OFFLINE:
             key, fix = ("logger.offline", "Set it to false") if self._offline_option else ("WANDB_MODE", "Unset it")
@@ -153,11 +148,14 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         Lightning's property is not used: it makes `trainer/global_step` the step of every metric, and sets `WANDB_MODE`
         for the whole process.
         """
-        import wandb
-
         if self._experiment is None:
             with temporary_files(of_programs=True):
-                self._experiment = wandb.init(**self._wandb_init)
+                import wandb
+
+                settings = wandb.Settings(console="off")
+                if self.mode in OFFLINE:
+                    settings.silent = True
+                self._experiment = wandb.init(**self._wandb_init, settings=settings)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
         return self._experiment

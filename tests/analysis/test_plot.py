@@ -97,6 +97,18 @@ def test_across_gives_each_value_its_own_axes_with_the_same_styles(study, by):
     assert figure.get_figwidth() == 6.75
 
 
+def test_a_setting_that_a_group_does_not_have_is_said_in_words(tmp_path):
+    for arguments in ({"late": "drop"}, None):
+        policy = {"class_path": "fl_lightning.scheduling.Deadline", "init_args": arguments} if arguments else None
+        config = changed(algorithm="fl_lightning.algorithms.FedAvg", arguments={}) | {"round_policy": policy}
+        rows = [{"round": i, "global/acc": i / 4} for i in (1, 2)]
+        write_run(tmp_path / str(bool(arguments)), config, rows)
+    labels = legend_of(plot_runs(open_runs(tmp_path), by=["late"]))
+    assert sorted(labels) == ["late=drop", "no late"]
+    panels = plot_runs(open_runs(tmp_path), by=["algorithm"], across="late").axes
+    assert sorted(axes.get_title() for axes in panels) == ["late=drop", "no late"]
+
+
 def test_many_panels_are_in_rows_and_named_by_the_method_alone(study):
     figure = plot_runs(open_runs(study), across="algorithm")
     assert [axes.get_title() for axes in figure.axes] == list(ACCS)

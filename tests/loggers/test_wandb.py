@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -411,7 +412,10 @@ def test_option_takes_precedence_over_environment_and_default(option, tmp_path, 
 def test_mode_from_option_and_environment(option, outside, mode, monkeypatch):
     if outside:
         monkeypatch.setenv("WANDB_MODE", outside)
-    given = WandbRoundLogger(offline=option)._wandb_init
+    begun = Mock()
+    monkeypatch.setattr("wandb.init", begun)
+    assert WandbRoundLogger(offline=option).experiment is begun.return_value
+    given = begun.call_args.kwargs
     assert given["mode"] == mode
     assert given["settings"].silent == (mode != "online")
     assert given["settings"].console == "off"
