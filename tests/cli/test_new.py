@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import contents, run
+from commands import Outcome, contents, run
 
 from fl_lightning.cli.commands.new import TEMPLATES, project_files
 
@@ -47,24 +47,38 @@ def test_the_config_of_a_new_project_runs(data, here, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("data", DATA)
 def test_a_new_project_passes_its_tests_and_runs_its_readme(data, here, monkeypatch):
-    assert run("new", "fed_new", "--data", data).code == 0
-    monkeypatch.chdir("fed_new")
-    sweep = yaml.safe_load(Path("fed_new_sweep.yaml").read_text())
+    name = f"new_{data}"
+    assert run("new", name, "--data", data).code == 0
+    monkeypatch.chdir(name)
+    sweep = yaml.safe_load(Path(f"{name}_sweep.yaml").read_text())
     sweep["parameters"] = {"algorithm.beta": {"values": [0, 0.1]}}
-    Path("fed_new_sweep.yaml").write_text(yaml.safe_dump(sweep))
+    Path(f"{name}_sweep.yaml").write_text(yaml.safe_dump(sweep))
     blocks = re.findall(r"```bash\n(.*?)```", Path("README.md").read_text(), re.S)
     commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
     assert [words[0] for words in commands].count("fl-lightning") > 5
-    for words in commands:
-        reduced = ["--rounds", "1", "--logger", "null"] if words[1:3] == ["fit", "--config"] else []
-        if words[1:2] == ["sweep"]:
-            reduced = ["--set", "rounds=1", "--set", "logger=null"]
-        module = "fl_lightning" if words[0] == "fl-lightning" else words[0]
-        ended = subprocess.run(
-            [sys.executable, "-m", module, *words[1:], *reduced], capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 0, f"{words}: {ended.stdout}{ended.stderr}"
-        assert "--multirun" in words or not ended.stderr  # the progress of several runs goes to stderr
+    for program, *words in commands:
+        if words[:2] == ["fit", "--config"]:
+            words += ["--rounds", "1", "--logger", "null"]
+        if words[:1] == ["sweep"]:
+            words += ["--set", "rounds=1", "--set", "logger=null"]
+        outcome = in_this_process(*words) if program == "fl-lightning" else in_a_new_process(program, *words)
+        assert outcome.code == 0, f"{words}: {outcome.out}{outcome.err}"
+        many = "--multirun" in words or "sweep" in words
+        assert many or not outcome.err  # the progress of several runs goes to stderr
+
+
+def in_this_process(*words):
+    """Run a command, which may be a request for help: argparse then ends the program."""
+    try:
+        return run(*words)
+    except SystemExit as end:
+        return Outcome(end.code, "", "")
+
+
+def in_a_new_process(program, *words):
+    """Run another program of the environment."""
+    ended = subprocess.run([sys.executable, "-m", program, *words], capture_output=True, text=True, check=False)
+    return Outcome(ended.returncode, ended.stdout, ended.stderr)
 
 
 def test_the_readme_names_the_tests_to_change():
