@@ -23,10 +23,10 @@ from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import Regression, objective_of
+from fl_lightning.data.assignment import indices_by_class
 from fl_lightning.data.datasets import Dataset, LoadedData
 from fl_lightning.data.files import BadFile, check_exists
 from fl_lightning.data.number_text import is_number, written_numbers
-from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.schema import TableSchema, finite_in_float32, is_numeric
 from fl_lightning.data.subsampling import stratified_sample
 from fl_lightning.data.text import PADDING, UNKNOWN, encode_texts

@@ -10,8 +10,9 @@ import numpy as np
 
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.data.assignment import indices_by_class
 from fl_lightning.data.files import BadFile, naming_file, read_json, read_npz
-from fl_lightning.data.partitions import ClientSplits, Partition, indices_by_class
+from fl_lightning.data.partitions import ClientSplits, Partition
 
 if TYPE_CHECKING:
     from fl_lightning.data.datasets import LoadedData

@@ -19,7 +19,7 @@ from fl_lightning.data import (
     Scenario,
     Shards,
 )
-from fl_lightning.data.partitions import draw_classes, equal_sizes
+from fl_lightning.data.assignment import draw_classes, equal_sizes
 
 USES_ALL: dict[str, Partition] = {
     "IID": IID(),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta
 
 from fl_lightning.data import IID, Dirichlet, Pathological
-from fl_lightning.data.partitions import top_up_clients
+from fl_lightning.data.assignment import top_up_clients
 
 seeds = st.integers(0, 2**32)
 

@@ -21,8 +21,8 @@ from fl_lightning.data import (
     Scenario,
     Shard,
 )
+from fl_lightning.data.assignment import indices_by_class
 from fl_lightning.data.federated_data import PackedShards
-from fl_lightning.data.partitions import indices_by_class
 from fl_lightning.data.transforms import Normalize
 
 seeds = st.integers(0, 2**32)

@@ -75,7 +75,7 @@ class KeepsFactors(PartMixin):
     weighting: Weighting = "samples"
     ranks: Sequence[int] = ()
 
-    layers: tuple[AdapterLayer, ...] = ()
+    layers: tuple[AdapterLayer, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

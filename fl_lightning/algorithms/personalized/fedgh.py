@@ -105,7 +105,7 @@ class HeadTraining(Aggregator):
 
     needs_classes = True
     only_in = "FedGH"
-    head: nn.Module | None = None
+    head: nn.Module | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
