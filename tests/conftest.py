@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sqlite3.dbapi2
+import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -166,6 +167,16 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` stores its stack for each kind of GPU
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the modules that a test has imported from a temporary folder: another test may use their names."""
+    before, folder = len(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in list(sys.modules)[before:]:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ def start_leader(here):
     command = [sys.executable, "leader.py", "led", "tiny.yaml"]
     environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not all((here / f"led/{k}/metrics.csv").exists() and len(rows(here / f"led/{k}")) for k in range(2)):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -344,14 +344,14 @@ def test_jobs_end_with_the_calling_process(here, how):
     number = signal.Signals[how.partition(" ")[0]]
     assert len(pids) >= 4  # the process, its fork server and two jobs
     os.killpg(process.pid, number) if "group" in how else process.send_signal(number)
-    message = process.communicate(timeout=60)[1]
+    message = process.communicate(timeout=300)[1]
     if number == signal.SIGKILL:
         assert process.returncode == -number
         assert gone(pids)
     else:
         assert process.returncode == 128 + number
         assert message == f"stopped by {number.name}. Run the same command to continue\n"
-        assert gone(pids, 2)
+        assert gone(pids)
         for k in range(2):
             log = (here / f"led/{k}/log.txt").read_text()
             assert "stopped by SIGTERM after round" in log, log

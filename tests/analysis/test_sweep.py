@@ -859,7 +859,7 @@ def kill_sweep(words, folder, delay):
         time.sleep(0.02)
     time.sleep(delay)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
 
 

@@ -554,7 +554,7 @@ class Watcher:
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Wait until it has shown a text this number of times."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.output.decode(errors="replace").count(text) < times:
             assert time.monotonic() < deadline, self.output.decode(errors="replace")[-2000:]
             assert self.process.poll() is None, self.output.decode(errors="replace")[-2000:]
@@ -565,9 +565,9 @@ class Watcher:
 
     def end(self) -> int:
         """Wait until it ends, and return its exit code."""
-        code = self.process.wait(60)
+        code = self.process.wait(300)
         self.after = termios.tcgetattr(self.ours)
-        self._reader.join(60)
+        self._reader.join(300)
         os.close(self.ours)
         return code
 
@@ -750,7 +750,7 @@ def test_a_file_without_an_end_does_not_block(make, name, tmp_path):
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
     command = [sys.executable, "-m", "fl_lightning", "watch", str(folder), "--once"]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True, preexec_fn=limit_memory)
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True, preexec_fn=limit_memory)
     if name == "warnings.txt":
         assert done.returncode == 0
     else:

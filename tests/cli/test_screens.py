@@ -171,7 +171,7 @@ def in_a_terminal(words, folder, columns, until, key):
         command, cwd=folder, env=environment, **ends, start_new_session=True, preexec_fn=lambda: own_terminal(follower)
     )
     os.close(follower)
-    written, before, deadline = "", None, time.monotonic() + 120
+    written, before, deadline = "", None, time.monotonic() + 300
     while time.monotonic() < deadline:
         if select.select([leader], [], [], 0.2)[0]:
             try:
@@ -182,7 +182,7 @@ def in_a_terminal(words, folder, columns, until, key):
             before = written
             os.write(leader, key)
     os.close(leader)
-    return process.wait(60), before, written
+    return process.wait(300), before, written
 
 
 def own_terminal(follower):

@@ -12,7 +12,7 @@ from commands import contents, run
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Dataset
 
-SECONDS = 20
+SECONDS = 120
 """Time limit of a test: a pipe that is opened would block forever."""
 
 ONE_ROUND = """

@@ -12,7 +12,7 @@ def alive(pid):
         return False
 
 
-def gone(processes, seconds=10.0):
+def gone(processes, seconds=60.0):
     """Return whether processes end within a time."""
     until = time.monotonic() + seconds
     while any(map(alive, processes)) and time.monotonic() < until:

@@ -30,7 +30,7 @@ def records(path: Path) -> list[Record]:
 
 def finished(path: Path) -> list[Record]:
     """Return the records of a finished run, whose last one W&B's own process writes a moment later."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not of_kind(found := records(path), "exit"):
         assert time.monotonic() < deadline, f"{path} has no end"
         time.sleep(0.02)

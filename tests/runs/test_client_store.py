@@ -211,10 +211,10 @@ def fail():
 @pytest.mark.parametrize("call", [Writer.wait, Writer.check, lambda writer: writer.submit(int)])
 def test_error_in_a_job_is_raised_once_in_the_callers_thread(call):
     writer, gate, done = Writer(), threading.Event(), threading.Event()
-    writer.submit(lambda: gate.wait(10) and fail())
+    writer.submit(lambda: gate.wait(60) and fail())
     writer.submit(done.set)
     gate.set()
-    assert done.wait(10)
+    assert done.wait(60)
     with pytest.raises(CheckpointError, match="the disk is full"):
         call(writer)
     call(writer)
@@ -232,7 +232,7 @@ def test_submit_waits_if_too_many_jobs_are_pending():
     late.join(0.1)
     assert not begun
     gate.set()
-    late.join(10)
+    late.join(60)
     assert begun
 
 

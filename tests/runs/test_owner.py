@@ -102,7 +102,7 @@ def has_rounds(count):
 
 def pause(command, after=2):
     """Pause a command once its run has some rounds."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not has_rounds(after):
         assert command.process.is_alive(), command.end()
         assert time.monotonic() < until
