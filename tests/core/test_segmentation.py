@@ -119,3 +119,11 @@ def test_masks_are_accepted_and_found_by_their_shape():
 def test_a_negative_weight_is_refused():
     with pytest.raises(ConfigError, match=r"scenario\.objective\.dice"):
         Segmentation(dice=-1.0)
+
+
+@pytest.mark.parametrize("dice", [0.0, 0.7])
+def test_a_class_that_is_ignored_counts_as_pixels_without_a_label(dice):
+    outputs, targets = torch.randn(4, 3, 5, 6, dtype=torch.float64), torch.randint(0, 3, (4, 5, 6))
+    loss = Segmentation(dice, ignore_index=1).loss(outputs, targets)
+    unlabelled = targets.masked_fill(targets == 1, 255)
+    assert loss.item() == pytest.approx(Segmentation(dice).loss(outputs, unlabelled).item(), rel=1e-12)

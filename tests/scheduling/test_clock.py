@@ -95,6 +95,13 @@ def test_devices_are_online_for_their_share_of_the_day():
     assert started(DeviceClock()).hours is None
 
 
+def test_the_hours_are_drawn_apart_from_the_speeds():
+    """With the random numbers of the speeds, slow devices would be online at other times of the day than fast ones."""
+    begin = started(DeviceClock(online_share=0.25), clients=400).hours.begin / 86400
+    drawn = generator(3, Stream.DEVICES).random(400)
+    assert abs(np.corrcoef(begin, drawn)[0, 1]) < 0.2
+
+
 def test_a_pause_lengthens_the_work_of_a_client():
     clock = started(DeviceClock(10.0, 0.0, math.inf, math.inf, online_share=0.5))
     begin = clock.hours.begin[0]

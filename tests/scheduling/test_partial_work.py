@@ -1,6 +1,7 @@
 """Clients that take only as many steps as fit before a deadline, against loops by hand and with all engines."""
 
 import copy
+import math
 from functools import partial
 from itertools import islice
 
@@ -14,7 +15,7 @@ from fl_lightning.algorithms import CriticalFL, FedAvg, FedNova, FedProx, Weight
 from fl_lightning.client.dp_sgd import DPSGD
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import ProcessesEngine
-from fl_lightning.scheduling import Deadline, DeviceClock
+from fl_lightning.scheduling import ClientWork, Deadline, DeviceClock, Schedule
 
 PARTIAL = {"clock": DeviceClock(spread=1.5), "round_policy": Deadline(1.0, late="partial"), "rounds": 4}
 
@@ -50,6 +51,16 @@ def fednova_by_hand(start, ends):
     return {
         name: w - tau * sum(n / total * (w - end[name]) / steps for n, steps, end in ends) for name, w in start.items()
     }
+
+
+@pytest.mark.parametrize(("deadline", "steps"), [(1.0, [1, 1, 1, 1]), (4.0, [3, 4, 4, 4]), (4.9, [3, 4, 4, 4])])
+def test_a_client_takes_the_most_steps_that_end_by_the_deadline(deadline, steps):
+    clock, work = DeviceClock(1.0, 0.0, math.inf, math.inf), [ClientWork(count, 0, 0) for count in (3, 4, 5, 9)]
+    clock.start(0, 4)
+    policy = Deadline(deadline, late="partial")
+    plan = Schedule(policy, clock, lambda round, size: [*range(size)], work, 0, min_clients=4).plan(1, 4)
+    assert [plan.steps.get(client, work[client].steps) for client in range(4)] == steps
+    assert plan.metrics["client/late"] == 0
 
 
 @in_float64
