@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,8 +23,3 @@ def into_buckets(vector: Tensor, bucket: int | None) -> Tensor:
     """
     width = len(vector) if bucket is None else bucket
     return F.pad(vector, (0, -len(vector) % width)).view(-1, width)
-
-
-def scale_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which the scale of a bucket is sent: at least float32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fl_lightning.compression.base import Compressor, Form
 from fl_lightning.compression.bits import index_width, pack_bits, packed_bytes, unpack_bits
-from fl_lightning.compression.buckets import bucket_count, into_buckets, scale_type
+from fl_lightning.compression.buckets import bucket_count, into_buckets
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import MOST
 from fl_lightning.core.flat_tensors import Tensors
+from fl_lightning.core.precision import widened_type
 
 
 def norms_rounded_up(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,12 +71,12 @@ class QSGD(Compressor):
     def form(self, size: int, dtype: torch.dtype) -> Form:
         """Return the form of the norms of all buckets and the packed levels of all entries."""
         levels = (torch.uint8, packed_bytes(size, self.width))
-        return {"norms": (scale_type(dtype), bucket_count(size, self.bucket)), "levels": levels}
+        return {"norms": (widened_type(dtype), bucket_count(size, self.bucket)), "levels": levels}
 
     def encode(self, vector: Tensor, dtype: torch.dtype, seed: int) -> Tensors:
         """Return the norms, and for each entry its level in [-s, s] plus `s`."""
         rows = into_buckets(vector, self.bucket)
-        norms = norms_rounded_up(rows, scale_type(dtype))
+        norms = norms_rounded_up(rows, widened_type(dtype))
         scales = norms.double().where(norms > 0, 1.0)[:, None]  # a bucket of zeros has level 0
         ratios = (rows.abs() / scales * self.levels).flatten()[: len(vector)]
         draws = torch.from_numpy(np.random.default_rng(seed).random(len(vector)))
