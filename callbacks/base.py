@@ -11,6 +11,7 @@ from fl_lightning.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fl_lightning.algorithms import Algorithm
+    from fl_lightning.attacks import Adversary
     from fl_lightning.client.module import ClientModule
     from fl_lightning.core.state_dicts import State
     from fl_lightning.core.task import Result
@@ -28,6 +29,7 @@ class FederatedRun(Protocol):
     """The attributes and methods of a run that callbacks may use. `FederatedOrchestrator` implements them.
 
     Attributes:
+        adversary: Which clients attack, and how.
         algorithm: The federated method.
         callbacks: All callbacks of the run.
         clients: Number of clients.
@@ -46,6 +48,7 @@ class FederatedRun(Protocol):
         worker: Builds and scores client modules.
     """
 
+    adversary: Adversary
     algorithm: Algorithm
     callbacks: list[RoundCallback]
     clients: int

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fl_lightning.attacks.canaries import Canaries
 from fl_lightning.callbacks.base import RoundCallback
 from fl_lightning.client.fine_tuning import fine_tune
 from fl_lightning.core.errors import ConfigError, check_number, check_positive
 from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.seeding import Stream, generator, seed_everything
 from fl_lightning.engines.trainer import inference
-from fl_lightning.privacy.audit import audit_scores
+from fl_lightning.privacy.audit import audit_canaries, audit_scores
 
 if TYPE_CHECKING:
     from fl_lightning.callbacks.base import FederatedRun
@@ -40,6 +41,9 @@ class MembershipAudit(RoundCallback):
 
     Logs, for each attack, `audit/<attack>_auc` (0.5 for guesses), `audit/<attack>_advantage` (the true positive rate
     minus the false positive rate; 0 for guesses), and `audit/<attack>_epsilon`, a lower bound of epsilon.
+
+    With the adversary `Canaries`, it also guesses from the model's losses which of them were in the training data:
+    `audit/canary_accuracy` (0.5 for random guesses) and `audit/canary_epsilon`. The other attacks leave canaries out.
 
     Args:
         every: Rounds between audits. By default only the last round.
@@ -77,7 +81,11 @@ class MembershipAudit(RoundCallback):
             raise ConfigError(f"{key}: {type(run.algorithm).__name__} has no global model to attack. Leave it out.")
         if run.data.is_remote or not run.data.has_global_test or run.data.data.evaluate:
             raise ConfigError(f"{key}: it needs a global test set, and training samples on this machine. Leave it out.")
-        fewest = min(sum(len(shard.train) for shard in run.data.shards), len(run.data.data.y_test))
+        canaries = canaries_of(run)
+        if canaries is not None and len(canaries.rows) < FEWEST:
+            fix = "Increase adversary.share or adversary.clients"
+            raise ConfigError(f"{key}: there are too few canaries ({len(canaries.rows)}, below {FEWEST}). {fix}.")
+        fewest = min(len(self._trained(run)), len(run.data.data.y_test))
         if fewest < 2 * FEWEST:
             fix = f"Use {2 * FEWEST} or more."
             raise ConfigError(f"{key}: there are too few training or test samples ({fewest}). {fix}")
@@ -86,7 +94,8 @@ class MembershipAudit(RoundCallback):
 
     def metrics(self, run: FederatedRun) -> Iterable[str]:
         """Return the names of the measures of each attack."""
-        return [f"audit/{attack}_{what}" for attack in self._attacks for what in ("auc", "advantage", "epsilon")]
+        names = [f"audit/{attack}_{what}" for attack in self._attacks for what in ("auc", "advantage", "epsilon")]
+        return names if canaries_of(run) is None else [*names, "audit/canary_accuracy", "audit/canary_epsilon"]
 
     @property
     def _attacks(self) -> list[str]:
@@ -97,15 +106,21 @@ class MembershipAudit(RoundCallback):
         if run.round != run.rounds and (self.every is None or run.round % self.every):
             return
         privacy = run.worker.training.dp_sgd
+        options = (privacy.delta if privacy else 0.0, self.confidence)
         for attack, (members, others) in self.scores(run).items():
-            found = audit_scores(members, others, privacy.delta if privacy else 0.0, self.confidence)
+            found = audit_scores(members, others, *options)
             metrics |= {f"audit/{attack}_{what}": value for what, value in found._asdict().items()}
+        if (canaries := canaries_of(run)) is not None:
+            batches = [*run.worker.client_data.ordered_batches(canaries.rows)]
+            scores = self._confidences(run, run.evaluator.global_module(run.round), batches)
+            guessed = audit_canaries(scores, canaries.included.numpy(), *options)
+            metrics |= {f"audit/canary_{what}": value for what, value in guessed._asdict().items()}
 
     def scores(self, run: FederatedRun) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return each attack's scores of the members and the non-members, in random order. Members score higher."""
         seed, round = run.worker.seed, run.round
         rng = generator(seed, Stream.PRIVACY, round, 0, 0)
-        trained = torch.cat([shard.train for shard in run.data.shards])
+        trained = self._trained(run)
         chosen = trained[torch.from_numpy(rng.permutation(len(trained))[: self.samples])]
         members = [*run.worker.client_data.ordered_batches(chosen)]
         order = torch.from_numpy(rng.permutation(len(run.data.data.y_test)))
@@ -125,6 +140,13 @@ class MembershipAudit(RoundCallback):
         shuffle = rng.permutation(half)
         return {attack: (members, others[shuffle]) for attack, (members, others) in scores.items()}
 
+    @staticmethod
+    def _trained(run: FederatedRun) -> Tensor:
+        """Return the indices of all clients' training samples that are no canaries."""
+        trained = torch.cat([shard.train for shard in run.data.shards])
+        canaries = canaries_of(run)
+        return trained if canaries is None else trained[~torch.isin(trained, canaries.rows)]
+
     def _reference(self, run: FederatedRun, background: Samples, rng: np.random.Generator) -> ClientModule:
         """Return a model with the run's initial weights, trained on a random half of the attacker's samples."""
         module = run.worker.modules.build().to(run.worker.device)
@@ -140,6 +162,11 @@ class MembershipAudit(RoundCallback):
         with inference(module, run.worker.idle_trainer):
             parts = [log_odds(module(x), y).cpu() for x, y in batches]
         return torch.cat(parts).double().numpy()
+
+
+def canaries_of(run: FederatedRun) -> Canaries | None:
+    """Return the run's canaries, or None if there are none."""
+    return run.adversary if isinstance(run.adversary, Canaries) and run.adversary.attackers else None
 
 
 def log_odds(logits: Tensor, classes: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ _NAMES = {
     "algorithms": " ".join(["State", *public_classes()]),
     "algorithms.base": "Aggregation",
     "analysis.figures": "plot_runs",
-    "attacks": "Adversary ALIE Backdoor GaussianNoise IPM LabelFlip MinMax MinSum ModelReplacement SignFlip",
+    "attacks": "Adversary ALIE Backdoor Canaries GaussianNoise IPM LabelFlip MinMax MinSum ModelReplacement SignFlip",
     "attacks.base": "DataAttack UpdateAttack",
     "callbacks": """
         AggregationWeights BytesByRound Checkpointing ClassRelations ClientDrift ClusterNorms CommunicationMeter

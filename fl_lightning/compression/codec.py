@@ -17,6 +17,7 @@ from fl_lightning.compression.bits import packed_bytes
 from fl_lightning.core.errors import ConfigError, NonFiniteError
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.message import Message
+from fl_lightning.core.precision import widened_type
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.core.state_dicts import State, first_non_finite, pack_mask, parameter_names, unpack_mask
 
@@ -211,14 +212,9 @@ def split_vector(vector: Tensor, like: Tensors) -> Tensors:
 def add_vector(start: Tensors, vector: Tensor) -> Tensors:
     """Return a state dict plus a float64 vector of all its elements. Half precision is widened to float32."""
     return {
-        name: (start[name].double() + part).to(widened(start[name].dtype))
+        name: (start[name].double() + part).to(widened_type(start[name].dtype))
         for name, part in split_vector(vector, start).items()
     }
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which weights of a floating-point type are uploaded: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def value_type(tensors: Tensors) -> torch.dtype:

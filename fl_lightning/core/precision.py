@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 
+def widened_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values of a floating-point type are computed and sent: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def at_least_float32(value: Tensor) -> Tensor:
     """Return a tensor with half precision widened to float32; float32 and float64 stay as they are."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.to(widened_type(value.dtype))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -5,6 +5,9 @@ If training is (ε, δ)-differentially private for each record, then for every a
     TPR <= e^ε FPR + δ    and    TNR <= e^ε FNR + δ
 
 (Kairouz, Oh and Viswanath 2015, Theorem 2.1). So an attack's measured rates give a lower bound of ε.
+
+Guesses about canaries, each of which is in the training data with the probability 1/2, give another one from a single
+run: Steinke, Nasr, Jagielski: "Privacy Auditing with One (1) Training Run", NeurIPS 2023.
 """
 
 from __future__ import annotations
@@ -12,10 +15,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import beta, rankdata
+from scipy.special import expit
+from scipy.stats import beta, binom, rankdata
 
 Counts = tuple[np.ndarray, int]
 """Numbers of samples that are called positive at several thresholds, and the number of all samples."""
+
+
+GUESSED = 1.0, 0.5, 0.25, 0.125
+"""Shares of the canaries about which an audit guesses. Each has its own bound of ε, and the largest one is reported."""
+
+LARGEST_EPSILON = 32.0
+"""No bound from canaries is above this."""
 
 
 class AttackResult(NamedTuple):
@@ -115,3 +126,73 @@ def epsilon_bounds(
 def counts_above(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
     """Return how many scores are at least as large as each threshold."""
     return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
+
+
+class CanaryResult(NamedTuple):
+    """How well the scores of canaries tell which of them were in the training data.
+
+    Attributes:
+        accuracy: The share of correct guesses about all canaries; 0.5 for random ones.
+        epsilon: Lower bound of ε.
+    """
+
+    accuracy: float
+    epsilon: float
+
+
+def tail_of_guesses(epsilon: float, correct: int, guesses: int, canaries: int, delta: float) -> float:
+    """Return an upper bound of the probability of so many correct guesses, if training is (ε, δ)-private.
+
+    It is `f(v) + 2 m δ max_i (f(v - i) - f(v)) / i` with the numbers v of correct guesses and m of canaries, where
+    `f(v)` is the probability of v or more successes in r trials with the probability `e^ε / (1 + e^ε)` (Steinke et al.
+    2023, Theorem 5.2; r is the number of guesses).
+
+    Args:
+        epsilon: ε.
+        correct: Number of correct guesses, v.
+        guesses: Number of all guesses, r.
+        canaries: Number of canaries, m, also of those about which nothing is guessed.
+        delta: δ.
+    """
+    fewer = np.arange(1, correct + 1)
+    tails = binom.sf(correct - 1 - np.arange(correct + 1), guesses, expit(epsilon))
+    steepest = ((tails[1:] - tails[0]) / fewer).max(initial=0.0)
+    return float(tails[0] + 2 * canaries * delta * steepest)
+
+
+def epsilon_of_guesses(correct: int, guesses: int, canaries: int, delta: float, level: float) -> float:
+    """Return the lower bound of ε from guesses about canaries: the largest one that the guesses refute, or 0.
+
+    Args:
+        correct: Number of correct guesses.
+        guesses: Number of all guesses.
+        canaries: Number of canaries.
+        delta: δ.
+        level: The probability that the bound is wrong, such as 0.05.
+    """
+    low, high = 0.0, LARGEST_EPSILON
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        refuted = tail_of_guesses(middle, correct, guesses, canaries, delta) < level
+        low, high = (middle, high) if refuted else (low, middle)
+    return low
+
+
+def audit_canaries(scores: np.ndarray, included: np.ndarray, delta: float, confidence: float) -> CanaryResult:
+    """Return how well scores tell which canaries were in the training data, with a bound of ε.
+
+    Of the canaries with the highest scores, the guess is that they were included, and of those with the lowest that
+    they were not. There are several numbers of guesses, whose bounds hold together with the given confidence.
+
+    Args:
+        scores: Scores of the canaries, `(m,)`, m at least 2. Included ones should have higher ones.
+        included: Whether they were included, `(m,)` bool.
+        delta: δ of the guarantee that is tested.
+        confidence: The probability with which the bound holds.
+    """
+    ranked, m = included[np.argsort(scores, kind="stable")], len(scores)
+    halves = sorted({max(1, int(share * m) // 2) for share in GUESSED}, reverse=True)
+    correct = [int((~ranked[:half]).sum() + ranked[-half:].sum()) for half in halves]
+    level = (1 - confidence) / len(halves)
+    bounds = [epsilon_of_guesses(v, 2 * half, m, delta, level) for v, half in zip(correct, halves, strict=True)]
+    return CanaryResult(correct[0] / (2 * halves[0]), max(bounds))

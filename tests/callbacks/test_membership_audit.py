@@ -9,6 +9,7 @@ from experiments import digits, experiment, finished, same_bytes, untimed
 
 from fl_lightning import ConfigError
 from fl_lightning.algorithms import Local
+from fl_lightning.attacks import Canaries
 from fl_lightning.callbacks import MembershipAudit
 from fl_lightning.callbacks.membership_audit import log_odds, selected
 from fl_lightning.client.dp_sgd import DPSGD
@@ -59,6 +60,38 @@ def test_with_noise_the_attack_stays_below_the_accounted_epsilon(tmp_path):
     for attack in ("loss", "lira"):
         assert last[f"audit/{attack}_auc"] < 0.65
         assert last[f"audit/{attack}_epsilon"] < last["privacy/record_epsilon"]
+
+
+CANARIES = {"callbacks": [MembershipAudit(references=0)], "adversary": Canaries(clients=[0, 1], share=0.8)}
+
+
+def test_a_model_that_memorises_its_canaries_is_found_out(tmp_path):
+    run = finished(tmp_path, **OPTIONS | {"rounds": 4}, **CANARIES)
+    last = run.csv.rows[-1]
+    assert last["audit/canary_accuracy"] > 0.9
+    assert last["audit/canary_epsilon"] > 1.5
+    (audit,) = CANARIES["callbacks"]
+    assert {*audit.metrics(run)} == {name for name in last if name.startswith("audit/")}
+    trained = torch.cat([shard.train for shard in run.data.shards])
+    attack = run.adversary
+    clean = sum(len(shard.train) for shard in OPTIONS["scenario"].build(0).shards)
+    assert len(trained) == clean - int((~attack.included).sum())
+    members, _ = audit.scores(run)["loss"]
+    assert len(members) == len(np.setdiff1d(trained, attack.rows))
+
+
+def test_with_noise_the_bound_of_canaries_is_below_the_accounted_epsilon(tmp_path):
+    pytest.importorskip("opacus")
+    options = OPTIONS | {"dp_sgd": DPSGD(noise=2.0), "trainer": {"accelerator": "cpu", "max_epochs": 1}}
+    last = finished(tmp_path, **options, **CANARIES).csv.rows[-1]
+    assert last["audit/canary_accuracy"] < 0.65
+    assert last["audit/canary_epsilon"] < last["privacy/record_epsilon"]
+
+
+def test_too_few_canaries_are_refused(tmp_path):
+    options = OPTIONS | CANARIES | {"adversary": Canaries(clients=[0], share=0.01)}
+    with pytest.raises(ConfigError, match=r"^callbacks: MembershipAudit: .*canaries"):
+        experiment(tmp_path, **options).check()
 
 
 def test_the_audit_changes_no_results_and_can_be_repeated(tmp_path):

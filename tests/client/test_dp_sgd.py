@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,11 @@ def test_a_seed_gives_the_same_noise_and_the_systems_entropy_does_not():
     assert torch.equal(first, second)
     assert not torch.equal(PrivateRandom(CPU).normal(like), PrivateRandom(CPU).normal(like))
     assert not torch.equal(PrivateRandom(CPU).uniform(9), PrivateRandom(CPU).uniform(9))
+
+
+def test_noise_from_the_systems_entropy_is_finite_for_the_smallest_number(monkeypatch):
+    monkeypatch.setattr(os, "urandom", bytes)
+    assert bool(PrivateRandom(CPU).normal(torch.zeros(3, dtype=torch.float64)).isfinite().all())
 
 
 def test_uniform_numbers_from_the_systems_entropy():

@@ -54,6 +54,11 @@ def test_the_rectangle_is_that_of_the_authors_code():
     assert bounds(7, 0.5, 0.5) == (2, 4)
 
 
+def test_an_inner_rectangle_has_the_share_of_the_pixels():
+    mixture = cut_mix(torch.rand(2, 1, 40, 40), 0.75, 0.5, 0.5)
+    assert mixture.share == 1 - 20 * 20 / (40 * 40)
+
+
 def test_both_are_drawn_equally_often():
     random.seed(0)
     mixing, x = Mixing(0.2, 1.0), torch.arange(8.0).view(2, 1, 2, 2)
