@@ -1,4 +1,4 @@
-"""Add the parts of the methods' pages that come from the code: facts, options, a command and BibTeX.
+"""Add the parts of the methods' pages that come from the code: facts, options, a figure, a command and BibTeX.
 
 MkDocs calls the functions `on_...`. The pages in docs/methods are the parts that are written by hand.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import curve_figures
 import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.pages import Page
@@ -15,6 +16,7 @@ from fl_lightning.cli.catalogue import FAMILIES
 
 FIRST = ("index.md", "combining.md")
 """Pages about several methods."""
+ABOUT_CURVES = "One seed and no tuning, so it is no ranking: [what the curves show](index.md#the-curves)."
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -40,11 +42,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def with_generated_parts(markdown: str, page: str) -> str:
-    """Return a method's page with its facts after the title, and options, command and BibTeX at the end."""
+    """Return a method's page with its facts after the title, and figure, command, options and BibTeX at the end."""
     title, _, text = markdown.partition("\n")
     kinds, papers = reference.on_page(page), reference.papers(page)
     assert kinds, f"docs/methods/{page} has the name of no method's module"
     parts = [title, *map(reference.citation, papers), reference.facts(page), text.strip()]
+    parts += ["## On the digits", *curve_figures.figures(kinds), ABOUT_CURVES]
     commands = [command for command in map(reference.command, kinds) if command and command not in text]
     if commands:
         parts += ["## Run it", fenced("bash", *commands)]

@@ -100,10 +100,16 @@ def year(kind: type[Algorithm]) -> str:
     return str(reference.year) if reference else ""
 
 
+def config_of(kind: type[Algorithm]) -> str | None:
+    """Return the shipped config that trains a method on the digits; None for a method that needs another model."""
+    names = [name for name in digits_configs() if digits_configs()[name] == kind.__name__]
+    return min(names, key=len) if names else None
+
+
 def command(kind: type[Algorithm]) -> str | None:
     """Return the command that trains a method on the digits; None for a method that needs another model."""
-    names = [name for name in digits_configs() if digits_configs()[name] == kind.__name__]
-    return f"fl-lightning fit --config {min(names, key=len)}" if names else None
+    name = config_of(kind)
+    return f"fl-lightning fit --config {name}" if name else None
 
 
 @cache

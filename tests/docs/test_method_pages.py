@@ -6,12 +6,14 @@ import re
 import shlex
 from html import unescape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from fl_lightning.cli.catalogue import classes
 from fl_lightning.cli.main import main
 from fl_lightning.core.references import sources
+from fl_lightning.runs.styles import COLOURS, DARK_COLOURS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "methods"
@@ -19,6 +21,7 @@ ABOUT_SEVERAL = {"index.md", "combining.md"}
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name not in ABOUT_SEVERAL)
 METHODS = classes("algorithms")
 COMMON = ("loss_terms", "aggregator", "buffers")
+SVG = "{http://www.w3.org/2000/svg}"
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$", re.DOTALL)
 
@@ -95,6 +98,7 @@ def test_a_page_gets_its_generated_parts(reference, path):
         for paper in sources(kind.__name__):
             assert f"]({paper.url})" in made
             assert f"{{{paper.key}," in made
+        assert "\n## On the digits\n" in made
         command = reference.command(kind)
         assert command in made if command else "adapters.yaml" in made
 
@@ -110,6 +114,84 @@ def test_the_command_of_a_method_runs(reference, kind, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert main([*shlex.split(command)[1:], "--fast"]) == 0, capsys.readouterr().err
     assert not capsys.readouterr().err
+
+
+# --- Curves ---
+
+
+@pytest.fixture
+def curves(reference):
+    """Return the module docs/curve_figures.py."""
+    return importlib.import_module("curve_figures")
+
+
+def test_every_method_has_a_curve_or_a_reason(curves):
+    content = curves.load()
+    missing = {kind for kind in METHODS if kind.__name__ not in content["curves"]}
+    assert missing == {kind for kind in METHODS if kind.family() in curves.NO_CURVE}, "run: docs/method_curves.py"
+    assert content["curves"].keys() <= {kind.__name__ for kind in METHODS}
+    assert all(f"{reason}." in curves.figures([kind])[0] for kind in missing for reason in curves.NO_CURVE.values())
+
+
+def test_the_curves_have_all_rounds_of_the_command(reference):
+    stored = importlib.import_module("method_curves")
+    rounds = int(re.findall(r"--rounds (\d+)", stored.OPTIONS)[0])
+    assert stored.commands().keys() == stored.load()["curves"].keys()
+    for metrics in stored.load()["curves"].values():
+        assert set(stored.METRICS[1:]) <= metrics.keys() <= set(stored.METRICS)
+        assert all(len(values) == rounds and all(0 <= value <= 1 for value in values) for values in metrics.values())
+
+
+def test_curves_of_other_options_are_measured_again(reference, monkeypatch, tmp_path):
+    stored = importlib.import_module("method_curves")
+    monkeypatch.setattr(stored, "FILE", tmp_path / "curves.json")
+    stored.store({"options": stored.OPTIONS, "date": "2026-01-01", "curves": {"FedAvg": {"global/acc": [0.1, 0.25]}}})
+    assert '"global/acc": [0.1, 0.25]' in stored.FILE.read_text()
+    assert stored.load()["curves"] == {"FedAvg": {"global/acc": [0.1, 0.25]}}
+    monkeypatch.setattr(stored, "OPTIONS", "--rounds 2")
+    assert stored.load()["curves"] == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "labels", "lines"),
+    [
+        ("fedprox.md", ["Test accuracy"], ["FedProx", "FedAvg"]),
+        ("fedavg.md", ["Test accuracy"], ["FedAvg"]),
+        ("ditto.md", ["Test accuracy (client mean)"], ["Ditto", "FedAvg", "Local"]),
+        ("local.md", ["Test accuracy (client mean)"], ["Local", "FedAvg"]),
+    ],
+)
+def test_a_figure_shows_the_methods_of_a_page_and_those_to_compare_with(reference, curves, page, labels, lines):
+    (drawn,) = curves.figures(reference.on_page(page))
+    (svg,) = ElementTree.fromstring(drawn)
+    texts = [element.text for element in svg.iter(f"{SVG}text")]
+    assert [text for text in texts if text in lines] == lines
+    assert {*labels, "Communication rounds"} <= {*texts}
+    title = svg.find(f"{SVG}title")
+    assert title is not None
+    assert svg.get("role") == "img"
+    assert svg.get("aria-label") == title.text
+    assert all(name in title.text for name in (*labels, *lines))
+    assert "\n" not in drawn
+    assert "<style" not in drawn, "it would apply to the whole page"
+
+
+def test_the_clients_models_of_a_figure_are_those_of_the_config(reference, curves):
+    kinds = {kind.__name__: kind for kind in METHODS}
+    assert [curves.metric_of(kinds[name]) for name in ("FedProx", "Ditto", "FedAMP")] == [
+        *("global/acc", "client/acc_mean", "trained_client/acc_mean"),
+    ]
+
+
+def test_a_figure_has_the_colours_of_the_page(curves):
+    drawn = "".join(
+        curves.figures(METHODS[:1]) + curves.figures([kind for kind in METHODS if kind.__name__ == "Ditto"])
+    )
+    assert not re.search(r"#000000|DejaVu|(fill|stroke): #(ffffff|dddddd)", drawn)
+    styles = (ROOT / "docs" / "site.css").read_text()
+    pairs = [(light, dark) for light, dark in zip(COLOURS, DARK_COLOURS, strict=True) if light != dark]
+    for light, dark in pairs:
+        assert re.findall(rf"--curve-{light[1:]}: (#\w+)", styles) == [light, dark]
 
 
 # --- Formulas ---
