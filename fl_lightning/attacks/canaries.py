@@ -1,4 +1,4 @@
-"""Canaries: records with random labels, of which each is in the training data with the probability 1/2."""
+"""Canaries: records with random labels. Each is in the training data with the probability 1/2."""
 
 from __future__ import annotations
 
