@@ -36,7 +36,6 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 def heat_maps(
     matrices: Mapping[str, np.ndarray],
     rows: str = "client",
-    columns: str = "class",
     row_names: Sequence[str] = (),
     column_names: Sequence[str] = (),
 ) -> Figure:
@@ -45,14 +44,13 @@ def heat_maps(
     Args:
         matrices: Title to `(n, m)` matrix.
         rows: Label of the rows.
-        columns: Label of the columns.
         row_names: Names of the rows, for matrices with as many rows; otherwise 0, 1, ...
         column_names: Names of the columns, likewise.
     """
     figure, places = panels(len(matrices))
     for axes, (title, matrix) in zip(places, matrices.items(), strict=True):
         heat_map(axes, matrix, title, row_names, column_names)
-        axes.set_xlabel(columns)
+        axes.set_xlabel("class")
     places[0].set_ylabel(rows)
     return figure
 
@@ -67,9 +65,9 @@ def lines(axes: Axes, series: Mapping[str, tuple[ArrayLike, ArrayLike]], ylabel:
         axes.legend(fontsize=8)
 
 
-def bars(axes: Axes, names: Sequence[str], heights: np.ndarray, title: str, xlabel: str = "client") -> None:
-    """Draw a bar chart with one bar per name."""
+def bars(axes: Axes, names: Sequence[str], heights: np.ndarray, title: str) -> None:
+    """Draw a bar chart with one bar per client, given their names."""
     axes.bar(range(len(names)), heights)
     set_ticks(axes.xaxis, len(names), names)
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("client")
     axes.set_title(title, fontsize=9)

@@ -36,19 +36,17 @@ def critical_difference(methods: int, scenarios: int, alpha: float = 0.05) -> fl
 def rank_figure(
     ranks: Mapping[str, Sequence[float]],
     before: Mapping[str, Sequence[float]] | None = None,
-    width: float | str = "column",
 ) -> PaperFigure:
     """Return a figure of each method's mean rank, best first, and the critical difference to the best.
 
     Args:
         ranks: The ranks of each method, one per scenario.
         before: If given, the ranks without tuning, drawn as hollow points.
-        width: The width of a venue's column or text, such as `neurips`, or a number of inches.
     """
     means = {method: fmean(each) for method, each in ranks.items()}
     methods, scenarios = sorted(means, key=lambda method: -means[method]), len(next(iter(ranks.values())))
     with rc_context(figure_style()):
-        figure, [axes] = paper_figure(width, height=ROW * len(methods) + 0.8)
+        figure, [axes] = paper_figure("column", height=ROW * len(methods) + 0.8)
         rows = range(len(methods))
         if before:
             old = [fmean(before[method]) for method in methods]

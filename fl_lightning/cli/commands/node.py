@@ -47,7 +47,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 0
 
 
-def write_model(path: str | None, module: ClientModule, data: FederatedData, experiment: str, group: int = 0) -> None:
+def write_model(path: str | None, module: ClientModule, data: FederatedData, experiment: str, group: int) -> None:
     """Write a client's trained model to a file, in one of the formats of `fl-lightning export`.
 
     Args:
