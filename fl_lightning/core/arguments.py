@@ -96,9 +96,39 @@ class FieldsMixin(ArgumentsMixin):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             if cls.writes_init:
-                cls.__init__.__signature__ = _written_signature(cls.__init__)  # type: ignore[attr-defined]
+                signature = _written_signature(cls.__init__)
             elif cls.keyword_only:
-                cls.__init__.__signature__ = _sorted_signature(cls.__init__, order)  # type: ignore[attr-defined]
+                signature = _sorted_signature(cls.__init__, order)
+            else:
+                signature = _typed_signature(cls)
+            cls.__init__.__signature__ = signature  # type: ignore[attr-defined]
+
+
+def _written_signature(init: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of a constructor with its types, which jsonargparse does not look up in a dataclass."""
+    with suppress(NameError):  # a type that is imported for type checkers only
+        return inspect.signature(init, eval_str=True)
+    return inspect.signature(init)
+
+
+def _typed_signature(kind: type) -> inspect.Signature:
+    """Return the signature of a dataclass's constructor with the types of the fields, also of the base classes.
+
+    jsonargparse does not look them up in a dataclass that also has another base class, such as `nn.Module`.
+    """
+    signature = inspect.signature(kind.__init__)  # type: ignore[misc]
+    with suppress(NameError):  # a type that is imported for type checkers only
+        types = get_type_hints(kind, include_extras=True)
+        changed = [one.replace(annotation=types.get(one.name, one.annotation)) for one in signature.parameters.values()]
+        return signature.replace(parameters=changed)
+    return signature
+
+
+def _sorted_signature(init: Callable[..., None], order: Iterable[str]) -> inspect.Signature:
+    """Return the signature of a constructor with its parameters in the given order."""
+    signature = inspect.signature(init)
+    names = dict.fromkeys([*order, *signature.parameters])
+    return signature.replace(parameters=[signature.parameters[name] for name in names if name in signature.parameters])
 
 
 @dataclass_transform(field_specifiers=(field,))
@@ -109,20 +139,6 @@ class PartMixin(FieldsMixin):
     """
 
     keyword_only = False
-
-
-def _written_signature(init: Callable[..., None]) -> inspect.Signature:
-    """Return the signature of a constructor with its types, which jsonargparse does not look up in a dataclass."""
-    with suppress(NameError):  # a type that is imported for type checkers only
-        return inspect.signature(init, eval_str=True)
-    return inspect.signature(init)
-
-
-def _sorted_signature(init: Callable[..., None], order: Iterable[str]) -> inspect.Signature:
-    """Return the signature of a constructor with its parameters in the given order."""
-    signature = inspect.signature(init)
-    names = dict.fromkeys([*order, *signature.parameters])
-    return signature.replace(parameters=[signature.parameters[name] for name in names if name in signature.parameters])
 
 
 def argument_types(kind: Any) -> dict[str, Any]:

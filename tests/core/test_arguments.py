@@ -13,7 +13,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 
 from fl_lightning import IID, MLP, Algorithm, Classification, ConfigError, FedAvg, FedProx, Head, ProcessesEngine
-from fl_lightning.algorithms import HistoryContrast, Proximal, WeightedMean
+from fl_lightning.algorithms import HistoryContrast, Proximal, TrainedPrototypeAlignment, WeightedMean
+from fl_lightning.cli.catalogue import BASES, classes
 from fl_lightning.core.arguments import ArgumentsMixin, FieldsMixin, PartMixin, argument_types, describe, number
 
 
@@ -160,3 +161,23 @@ def test_the_parts_of_a_method_come_before_the_given_ones():
     assert [term.name for term in Own(loss_terms=[given]).loss_terms] == ["proximal", "history"]
     assert isinstance(FedAvg(weighting="uniform").aggregator, WeightedMean)
     assert FedAvg(weighting="uniform").aggregator.weighting == "uniform"
+
+
+class OwnTerm(TrainedPrototypeAlignment):
+    """A term of a user's module, which does not import the types of the options that it inherits."""
+
+    extra: bool = True
+
+
+@pytest.mark.parametrize("option", ["lam", "server_epochs", "margin", "extra"])
+def test_a_wrong_value_of_an_inherited_option_of_a_term_is_refused(option):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(OwnTerm)
+    with pytest.raises(ArgumentError, match=option):
+        parser.parse_object({option: "hello"})
+
+
+@pytest.mark.parametrize("kind", [kind for name in BASES for kind in classes(name) if issubclass(kind, PartMixin)])
+def test_the_types_of_all_options_are_known(kind):
+    """Otherwise the command line would pass any value on to the constructor."""
+    assert not [one.name for one in inspect.signature(kind).parameters.values() if isinstance(one.annotation, str)]
