@@ -33,7 +33,7 @@ REPLACED = {
     "'DejaVu Sans'": "sans-serif",
     **{light: f"var(--curve-{light[1:]})" for light, dark in zip(COLOURS, DARK_COLOURS, strict=True) if light != dark},
 }
-"""What a figure's SVG file names, and what takes its place on a page with light and dark colours (site.css)."""
+"""Texts of a figure's SVG file, and their replacements on a page with light and dark colours (site.css)."""
 
 REMOVED = re.compile(r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>|(?<=<g) id=\"[\w.]+\"", re.DOTALL)
 """Parts of an SVG file that a page does not need, and styles, which would apply to the whole page."""

@@ -47,7 +47,10 @@ def with_generated_parts(markdown: str, page: str) -> str:
     kinds, papers = reference.on_page(page), reference.papers(page)
     assert kinds, f"docs/methods/{page} has the name of no method's module"
     parts = [title, *map(reference.citation, papers), reference.facts(page), text.strip()]
-    parts += ["## On the digits", *curve_figures.figures(kinds), ABOUT_CURVES]
+    figures = curve_figures.figures(kinds)
+    parts += ["## On the digits", *figures]
+    if figures[0].startswith("<figure"):  # otherwise it says why there is none
+        parts.append(ABOUT_CURVES)
     commands = [command for command in map(reference.command, kinds) if command and command not in text]
     if commands:
         parts += ["## Run it", fenced("bash", *commands)]

@@ -1,4 +1,4 @@
-"""What happens when a worker process dies: its client is trained again, fails, or the run ends."""
+"""A lost worker process: its client is trained again, fails, or the run ends."""
 
 from __future__ import annotations
 

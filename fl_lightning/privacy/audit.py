@@ -6,8 +6,8 @@ If training is (ε, δ)-differentially private for each record, then for every a
 
 (Kairouz, Oh and Viswanath 2015, Theorem 2.1). So an attack's measured rates give a lower bound of ε.
 
-Guesses about canaries, each of which is in the training data with the probability 1/2, give another one from a single
-run: Steinke, Nasr, Jagielski: "Privacy Auditing with One (1) Training Run", NeurIPS 2023.
+Guesses about canaries give another one from a single run, if each canary is in the training data with the probability
+1/2: Steinke, Nasr, Jagielski: "Privacy Auditing with One (1) Training Run", NeurIPS 2023.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Canaries: random wrong labels, of which a random half is left out of the training data."""
+"""Canaries: samples with random wrong labels. A random half of them is left out of the training data."""
 
 from dataclasses import replace
 

@@ -174,7 +174,6 @@ class DistillingWeights(LossTerm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.active = self.mu > 0
-        self.divides_mu = self.reference
         self.soft_labels = SoftLabels(self.reference)
         self.round_mu = self.mu  # `begin` divides it in late rounds
         self._anchor: Tensor | None = None
@@ -191,7 +190,7 @@ class DistillingWeights(LossTerm):
                 "model.head.classifier: DistillingWeights needs a classification layer without bias; set bias_free, "
                 "or allow_bias true for the term"
             )
-        self.round_mu = self.mu * 0.1 ** (module.context.round // 9) if self.divides_mu else self.mu
+        self.round_mu = self.mu * 0.1 ** (module.context.round // 9) if self.reference else self.mu
         self._steps_of_fit = 0
 
     def forward(self, step: Step) -> Tensor:

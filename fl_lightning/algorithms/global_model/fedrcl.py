@@ -19,7 +19,7 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.models.base import with_encoder
 
@@ -126,8 +126,8 @@ class RelaxedContrastive(LossTerm):
         ConfigError: A fit begins with a model that does not have the levels.
     """
 
-    w_s: float = 1.0
-    w_p: float = 1.0
+    w_s: float = number(1.0, "[0, inf)", "the paper uses 1")
+    w_p: float = number(1.0, "[0, inf)", "the paper uses 1")
     tau: float = number(0.05, "(0, inf)", "the paper uses 0.05")
     threshold: float = number(0.7, "(-inf, inf)", "the paper uses 0.7")
     levels: list[str] | None = None
@@ -136,8 +136,6 @@ class RelaxedContrastive(LossTerm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, weight in (("w_s", self.w_s), ("w_p", self.w_p)):
-            check_number(f"algorithm.{name}", weight, "[0, inf)", "the paper uses 1")
         if self.levels == []:
             raise ConfigError("algorithm.levels: [] is empty. Name at least one level, or omit the option.")
         self.active = self.w_s > 0 or self.w_p > 0

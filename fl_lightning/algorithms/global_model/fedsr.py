@@ -144,7 +144,6 @@ class ConditionalInformation(LossTerm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.active = self.cmi > 0
-        self.taps = (GAUSSIAN,)
 
     def forward(self, step: Step) -> Tensor:
         """Return the mean divergence from the references of the samples' classes, times α, in float32."""
