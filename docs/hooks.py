@@ -9,6 +9,7 @@ import inspect
 import posixpath
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,15 @@ class Options(griffe.Extension):
         if not cls.module.path.startswith("fl_lightning."):  # `callbacks` would be imported under a second name
             return
         found = getattr(import_module(cls.module.path), cls.name, None)
-        if not (isinstance(found, type) and issubclass(found, FieldsMixin)) or "__init__" in cls.members:
+        has_options = isinstance(found, type) and issubclass(found, FieldsMixin) and is_dataclass(found)
+        if not has_options or "__init__" in cls.members:
             return
         parameters = [griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)]
+        written = {option.name: option.type for option in fields(found)}  # the types as in the source
         for option in list(inspect.signature(found.__init__).parameters.values())[1:]:
             kind, default = getattr(griffe.ParameterKind, option.kind.name.lower()), repr(option.default)
-            parameters.append(griffe.Parameter(option.name, annotation=option.annotation, kind=kind, default=default))
+            annotation = written.get(option.name, option.annotation)
+            parameters.append(griffe.Parameter(option.name, annotation=annotation, kind=kind, default=default))
         cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*parameters)))
 
 
