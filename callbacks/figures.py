@@ -63,6 +63,7 @@ class RoundFigure(RoundCallback):
     keeps_no_uploads = True
     name: str
     _written: str = ""
+    _has_observed: bool = False
     looks_at_clients: bool = False
     needs_classes: bool = False
     needs_test_classes: bool = False
@@ -104,8 +105,10 @@ class RoundFigure(RoundCallback):
         return round == run.rounds or (self.every is not None and round % self.every == 0)
 
     def on_client_end(self, run: FederatedRun, result: Result) -> None:
-        """In a round with a figure, call `observe` with the client's result, unless the client failed."""
-        if result.upload is not None and self.is_due(run, run.round + 1):
+        """In a round with a figure, call `observe` with the client's result, unless the client failed or attacks."""
+        honest = result.client not in run.adversary.attackers
+        if result.upload is not None and honest and self.is_due(run, run.round + 1):
+            self._has_observed = True
             self.observe(run, result)
 
     def observe(self, run: FederatedRun, result: Result) -> None:
@@ -130,9 +133,13 @@ class RoundFigure(RoundCallback):
         raise NotImplementedError
 
     def on_round_metrics(self, run: FederatedRun, metrics: RoundMetrics) -> None:
-        """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics."""
+        """If a figure is due in this round, call `measure`, and add the result of `numbers` to the round's metrics.
+
+        Figures of clients' models are not due in a round without a client to observe.
+        """
         self.names = run.data.names
-        self._arrays = self.measure(run) if self.is_due(run, run.round) else None
+        can_measure, self._has_observed = self._has_observed or not self.looks_at_clients, False
+        self._arrays = self.measure(run) if can_measure and self.is_due(run, run.round) else None
         if self._arrays:
             metrics |= self.numbers(self._arrays)
 
@@ -202,7 +209,7 @@ def scored_module(run: FederatedRun, result: Result) -> ClientModule:
     if not run.algorithm.server:  # the model that a client offers to its peers is the one that it has trained
         scale = server.lr_scales.of(round)
         return worker.modules.personalize(Task(round, result.client, Message(), result.memory, scale))
-    task = server.task(round, result.client, server.download(round, result.client))
+    task = server.task(round, result.client, server.download(round, result.client), upload=False)
     module = worker.modules.receive(replace(task, memory=result.memory))
     load_weights(module.backbone, trained_model(run, result))
     with inference(module, worker.idle_trainer):

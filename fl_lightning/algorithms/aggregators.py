@@ -47,6 +47,8 @@ class Aggregator(PartMixin, Capable):
             asynchronous round policies.
         is_mean: Whether the next model is a kind of mean of the uploaded models, such as a median. It can then be the
             `inner` aggregator of a server step. `begin` returns an object with the number of uploads, `count`.
+        needs_sampled_clients: Whether a round must have exactly the clients that the client sampler draws, as the
+            accountant of `PrivateMean` assumes. Round policies that leave some out, or replace some, are refused.
         finishes_empty_rounds: Whether `finish` is also called after a round without uploads. Otherwise such a round
             does not change the state.
     """
@@ -67,6 +69,7 @@ class Aggregator(PartMixin, Capable):
     sends_one_model = True
     accepts_stale = False
     is_mean = False
+    needs_sampled_clients = False
     finishes_empty_rounds = False
 
     @property

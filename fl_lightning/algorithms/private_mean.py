@@ -108,6 +108,7 @@ class PrivateMean(Aggregator):
         ConfigError: An option is out of range, or neither or both of `noise` and `epsilon` are given.
     """
 
+    needs_sampled_clients = True
     finishes_empty_rounds = True
 
     def __init__(

@@ -114,7 +114,7 @@ class Server:
             what = f"{type(self.adversary).__name__} replaces what a server aggregates"
             why = f"with {type(method).__name__}, clients' models are used directly"
             raise ConfigError(f"adversary: {what}, but {why}. Use LabelFlip or Backdoor, or another method.")
-        received = parameter_names(self.download(1, client).section("model"))
+        received = parameter_names(next(self.dense_downloads(1, [client])).section("model"))
         if not (method.uploads_weights and {*received} & {*method.shared_names(backbone)}):
             raise ConfigError(no_weights(self.adversary, client))
 
@@ -160,8 +160,12 @@ class Server:
         return list(self.plan.versions)
 
     def download(self, round: int, client: int) -> Message:
-        """Return the message that a client receives at the start of a round, from the current state."""
-        return next(self.downloads(round, [client]))
+        """Return the message that a client receives at the start of a round, from the current state.
+
+        In the round in progress on a simulated clock, it may be from an earlier state, which the client has received.
+        """
+        versions = self.plan.versions if self.schedule and self.schedule.round == round else {}
+        return next(self.downloads(round, [client], versions))
 
     def downloads(self, round: int, clients: Sequence[int], versions: Mapping[int, int] = {}) -> Iterator[Message]:
         """Yield the message that each client in turn receives. A message is built only when it is requested.

@@ -192,7 +192,7 @@ class Experiment:
     def starting_module(self, client: int) -> ClientModule:
         """Return a client's module, on the CPU, as it starts to train in the next round."""
         round = self.round + 1
-        task = self.server.task(round, client, self.server.download(round, client))
+        task = self.server.task(round, client, self.server.download(round, client), upload=False)
         return self.worker.for_client(client).modules.receive(task).cpu()
 
     def client_module(self, client: int) -> ClientModule:

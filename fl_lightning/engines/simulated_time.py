@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.client_sampling import ClientSampler, UniformSampling
 from fl_lightning.algorithms.protocols import SizesCohort
 from fl_lightning.algorithms.server import Server
@@ -12,7 +13,7 @@ from fl_lightning.client.local_work import LocalWork
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.task import Task
 from fl_lightning.engines.worker import Worker
-from fl_lightning.scheduling import ClientWork, Clock, RoundPolicy
+from fl_lightning.scheduling import ClientWork, Clock, RoundPolicy, Synchronous
 
 
 def check_round_policy(policy: RoundPolicy, clock: Clock, worker: Worker, sampler: ClientSampler) -> None:
@@ -29,6 +30,7 @@ def check_round_policy(policy: RoundPolicy, clock: Clock, worker: Worker, sample
         raise ConfigError(f"round_policy: {what}. {fix}")
     if policy.carries_over and (isinstance(algorithm, SizesCohort) or algorithm.public):
         raise ConfigError(f"round_policy: {method} needs all clients of a round to have the same model. {fix}")
+    check_sampled_clients(policy, clock, algorithm.aggregator)
     if policy.tiers > clock.clients:
         raise ConfigError(
             f"round_policy.tiers: {policy.tiers} tiers need as many clients, and there are {clock.clients}"
@@ -45,6 +47,21 @@ def check_round_policy(policy: RoundPolicy, clock: Clock, worker: Worker, sample
             else "clients that are offline are replaced"
         )
         raise ConfigError(f"client_sampler: {what} by uniform draws. Leave {type(sampler).__name__} out.")
+
+
+def check_sampled_clients(policy: RoundPolicy, clock: Clock, aggregator: Aggregator) -> None:
+    """Check that each round has the clients of the client sampler, if the aggregator needs them.
+
+    Raises:
+        ConfigError: The policy leaves out some of them, or some are offline.
+    """
+    part = next((type(part).__name__ for part in aggregator.chain() if part.needs_sampled_clients), None)
+    if part and not isinstance(policy, Synchronous):
+        what = f"{part} needs rounds of exactly the clients that client_sampler draws"
+        raise ConfigError(f"round_policy: {what}. Leave {type(policy).__name__} out.")
+    if part and clock.hours:
+        what = f"{part} needs the clients that client_sampler draws, but some would be offline"
+        raise ConfigError(f"clock: {what}. All must be online all the time.")
 
 
 def planned_work(worker: Worker, server: Server) -> Iterator[ClientWork]:

@@ -211,6 +211,8 @@ class Worker:
         network = build_network(factory, loaded.in_shape, loaded.num_classes)
         initialise_lazy_layers(network, loaded.prepare(first_samples(loaded.x_train, 2)))
         check_tensors(network)
+        if str(self.training.trainer.get("precision")) in ("64", "64-true"):
+            network.double()  # as in training, so that the server's weights have one type from the start
         share(network, fixed_tensors(network))
         set_to_eval_mode(network)
         return network

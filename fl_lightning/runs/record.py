@@ -88,7 +88,7 @@ class Record:
     ) -> None:
         self.run, self.run_dir, self.logger, self.log_clients = run, run_dir, logger, log_clients
         self.csv = MetricsCsv(run_dir / "metrics.csv")
-        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: run.round + 1)
+        self.warned = WarningsTxt(run_dir / "warnings.txt", lambda: len(self.csv.rows) + 1)
         self.writer = Writer()
         self.memory = ClientStore(run_dir, client_store, self.writer)
         self.checkpoints = CheckpointFolder(run_dir / "checkpoints")

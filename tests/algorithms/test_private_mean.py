@@ -31,6 +31,7 @@ from fl_lightning.core.public_names import public_classes
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.models import MLP
 from fl_lightning.privacy.accountant import fixed_size_epsilon, poisson_epsilon, tight_poisson_epsilon
+from fl_lightning.scheduling import Deadline, DeviceClock
 
 pytest.importorskip("opacus")
 pytestmark = pytest.mark.filterwarnings("ignore:algorithm.aggregator. only the global model is private")
@@ -409,6 +410,9 @@ def test_options_out_of_range_are_refused(options, key):
         ({"client_sampler": RoundRobin()}, "client_sampler"),
         ({"client_sampler": MarkovAvailability(0.9)}, "client_sampler"),
         ({"client_sampler": PoissonSampling()}, "min_clients"),
+        ({"clock": DeviceClock(), "round_policy": Deadline(over_sample=1.5), **POISSON}, "round_policy"),
+        ({"clock": DeviceClock(), "round_policy": Deadline(seconds=1.0)}, "round_policy"),
+        ({"clock": DeviceClock(online_share=0.5), **POISSON}, "clock"),
         ({"model": NormMLP}, "algorithm.buffers"),
         ({"algorithm": private(delta=0.2)}, "algorithm.aggregator.delta"),
         ({"algorithm": private(quantile=0.5, bit_noise=0.5)}, "algorithm.aggregator.bit_noise"),

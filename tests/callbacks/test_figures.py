@@ -5,12 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import ONE_EPOCH, client_series, experiment, in_float64
+from experiments import ONE_EPOCH, client_series, experiment, finished, in_float64, same_bytes
 from matplotlib.image import imread
 
-from fl_lightning.algorithms import CCVR, UAPDFL, ClassWise, CwFedAvg, FedAvg, FedSiamDA, FedSKC
+from fl_lightning.algorithms import CCVR, UAPDFL, ClassWise, CwFedAvg, FedAvg, FedBuff, FedSiamDA, FedSKC
+from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.algorithms.decentralized.ua_pdfl import jensen_shannon
 from fl_lightning.algorithms.personalized.cwfedavg import class_models
+from fl_lightning.attacks import LabelFlip
 from fl_lightning.callbacks import (
     AggregationWeights,
     BytesByRound,
@@ -24,6 +26,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import MLP, Head
+from fl_lightning.scheduling import Buffered, DeviceClock
 
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
@@ -210,6 +213,45 @@ def test_a_figure_is_measured_when_it_is_due(tmp_path, monkeypatch):
         RowNorms(every=0)
     with pytest.raises(ConfigError, match=r"callbacks: KnowledgeMap.samples: 3 is below 10"):
         KnowledgeMap(samples=3)
+
+
+class Planned(ClientSampler):
+    """The participants of each of three rounds."""
+
+    def sample(self, round, participants):
+        return [[0], [], [0, 2, 5]][round - 1]
+
+
+FIGURES = {"ClientDrift": ClientDrift, "UnitDivergence": UnitDivergence, "RowNorms": lambda: RowNorms(1)}
+FIGURES |= {"KnowledgeMap": lambda: KnowledgeMap(1, samples=10)}
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("figure", FIGURES.values(), ids=FIGURES)
+def test_figures_of_clients_leave_out_attackers_and_rounds_without_others(tmp_path, figure):
+    """Round 1 has only an attacker, round 2 none of the clients, and round 3 the attacker and others."""
+    options = {"adversary": LabelFlip(clients=[0]), "client_sampler": Planned(), "min_clients": 0}
+    finished(tmp_path, callbacks=[one := figure()], trainer=ONE_EPOCH, **options)
+    (path,) = (tmp_path / "figures" / one.name).glob("*.npz")
+    with np.load(path, allow_pickle=False) as arrays:
+        assert path.stem == "round-000003"
+        assert arrays["clients" if "clients" in arrays else "client"].tolist() in ([2, 5], 2)
+
+
+def test_drift_of_stale_updates_is_measured_from_what_the_client_received(tmp_path, monkeypatch):
+    """And the measurement leaves what the server knows of the client's start as it was."""
+    monkeypatch.setattr("fl_lightning.callbacks.figures.to_png", lambda figure: b"")
+    clock = {"clock": DeviceClock(spread=1.5), "round_policy": Buffered(4), "clients_per_round": 2, "rounds": 6}
+    plain = finished(tmp_path / "plain", FedBuff(), **clock)
+    seen = Uploads()
+    run = finished(tmp_path / "seen", FedBuff(), callbacks=[ClientDrift(), seen], **clock)
+    assert same_bytes(run.state["model"], plain.state["model"])
+    ages = [row["client/staleness"] for row in run.csv.rows]
+    assert max(ages) >= 1
+    for round in range(1, 7):
+        versions = run.server.schedule.plan(round, 2).versions
+        for client, version in versions.items():
+            assert same_bytes(dict(seen.starts[round, client]), dict(seen.shared[version]))
 
 
 @pytest.mark.thorough

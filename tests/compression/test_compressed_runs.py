@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from compressors import name_of
-from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, same_bytes, untimed
+from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, record_rounds, same_bytes, untimed
 from methods import METHODS, assert_same_run
 from torch import nn
 
@@ -17,6 +17,7 @@ from fl_lightning import (
     GaussianNoise,
     LossTerm,
     RandomK,
+    SignFlip,
     SignSGD,
     TopK,
 )
@@ -70,6 +71,18 @@ def test_keeping_all_entries_is_fedavg_except_for_rounding(tmp_path):
     whole = finished(tmp_path / "whole", rounds=1, trainer=ONE_EPOCH, compression=TopK(keep=1.0))
     for name, value in dense.state["model"].items():
         assert torch.allclose(whole.state["model"][name], value, rtol=0, atol=2**-23)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({"compression": TopK(keep=1.0)}, 1e-9), ({"download_compression": QSGD(levels=2**20)}, 1e-3)],
+)
+def test_precise_compression_in_float64_is_fedavg_except_for_rounding(tmp_path, options, tolerance):
+    double = {"trainer": {**ONE_EPOCH, "precision": "64-true"}, "rounds": 2}
+    dense, run = finished(tmp_path / "dense", **double), finished(tmp_path / "run", **double, **options)
+    for name, value in dense.state["model"].items():
+        assert run.state["model"][name].dtype == value.dtype == torch.float64
+        assert torch.allclose(run.state["model"][name], value, rtol=0, atol=tolerance)
 
 
 def test_residuals_are_client_state_only_with_feedback(tmp_path):
@@ -280,6 +293,20 @@ def test_what_attackers_send_is_compressed_too(tmp_path, monkeypatch):
     size = sum(value.numel() for value in run.state["model"].values())
     assert {client for client, _ in changed} & {0, 1}
     assert max(count for _, count in changed) <= round(0.1 * size)
+
+
+def test_attackers_receive_compressed_weights(tmp_path):
+    """The attack is their reversed change of the weights that they have received."""
+    attack = SignFlip(clients=[0])
+    run = experiment(tmp_path, FedAvg(), adversary=attack, download_compression=QSGD(levels=7), clients_per_round=None)
+    rounds = record_rounds(run)
+    run.fit()
+    assert len(rounds) == 3
+    for before, uploads, _ in rounds:
+        received = uploads[1].received
+        assert not same_bytes(dict(received), dict(before["model"]))
+        assert same_bytes(dict(uploads[0].received), dict(received))
+    assert [row["attack/participants"] for row in run.csv.rows] == [1, 1, 1]
 
 
 def test_an_attackers_update_that_overflows_in_its_compressed_form_is_dropped(tmp_path):

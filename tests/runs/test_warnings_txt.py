@@ -93,6 +93,20 @@ def test_warnings_before_the_folder_exists_are_recorded(tmp_path, shown, monkeyp
 
 
 @pytest.mark.thorough
+def test_a_warning_of_an_evaluation_belongs_to_its_round(tmp_path, shown):
+    """So it is still in the file after a resume from this round."""
+
+    class Measures(RoundCallback):
+        def on_round_metrics(self, run, metrics):
+            warnings.warn(f"measured after {run.round}", stacklevel=2)
+
+    for rounds in (1, 2):
+        experiment(tmp_path, rounds=rounds, callbacks=[Measures()]).fit(resume=rounds > 1)
+        assert [line for line in lines(tmp_path) if "measured" in line] == [
+            f"round {n}: measured after {n}" for n in range(1, rounds + 1)
+        ]
+
+
 def test_damaged_checkpoint_is_recorded_in_the_resumed_round(tmp_path, shown):
     experiment(tmp_path, rounds=3).fit()
     (tmp_path / "checkpoints" / "round-000003" / "state.pt").write_bytes(b"")

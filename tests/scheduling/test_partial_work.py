@@ -8,10 +8,21 @@ from itertools import islice
 import lightning as L
 import pytest
 import torch
+from adapters import LowRankMLP
 from experiments import ONE_EPOCH, UNEQUAL, experiment, finished, in_float64, same_bytes
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 
-from fl_lightning.algorithms import CriticalFL, FedAvg, FedNova, FedProx, WeightedSampling
+from fl_lightning.algorithms import (
+    SCAFFOLD,
+    CriticalFL,
+    FedAvg,
+    FedDC,
+    FedDyn,
+    FedNova,
+    FedProx,
+    RoLoRA,
+    WeightedSampling,
+)
 from fl_lightning.client.dp_sgd import DPSGD
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import ProcessesEngine
@@ -78,6 +89,17 @@ def test_a_deadline_that_all_meet_changes_nothing(tmp_path):
     run = finished(tmp_path / "partial", FedProx(), clock=clock, round_policy=Deadline(1e9, late="partial"))
     assert same_bytes(run.state["model"], plain.state["model"])
     assert [row["client/partial"] for row in run.csv.rows] == [0] * 3
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("algorithm", [FedDyn, FedDC, SCAFFOLD, RoLoRA])
+def test_a_clock_alone_changes_no_method(tmp_path, algorithm):
+    """The sizes of uploads are measured on clients that have not trained."""
+    options = {"rounds": 2, "trainer": ONE_EPOCH, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    options |= {"model": LowRankMLP} if algorithm is RoLoRA else {}
+    plain = finished(tmp_path / "plain", algorithm(), **options)
+    timed = finished(tmp_path / "timed", algorithm(), clock=DeviceClock(), **options)
+    assert same_bytes(timed.state["model"], plain.state["model"])
 
 
 @pytest.mark.thorough

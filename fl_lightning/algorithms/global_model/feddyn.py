@@ -73,7 +73,12 @@ class DynamicRegularizer(LossTerm):
         return sum(parts[1:], start=parts[0])
 
     def remember(self, module: ClientModule) -> Tensors:
-        """Return `g_k` for the next round: the estimated gradient of the client's own loss at the trained weights."""
+        """Return `g_k` for the next round: the estimated gradient of the client's own loss at the trained weights.
+
+        A client that has not trained keeps its last `g_k`.
+        """
+        if not self._start:
+            return self._gradient
         now = module.backbone.named_parameters()
         return {name: next_gradient(self._gradient[name], self._start[name], p.detach(), self.alpha) for name, p in now}
 
