@@ -45,6 +45,19 @@ class Calibrates(Protocol):
 
 
 @runtime_checkable
+class ComparesGroups(Protocol):
+    """A method that looks at the network of the first group in a `Mixed`, before that of another group is built."""
+
+    def start_group(self, first: nn.Module) -> None:
+        """Look at the first network. It is called on a copy of the method for each other group.
+
+        Args:
+            first: The network of the first group.
+        """
+        ...
+
+
+@runtime_checkable
 class SlicesModel(Protocol):
     """A method whose clients can exchange weights of other shapes than the global model's, such as slices of them."""
 

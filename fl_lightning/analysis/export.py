@@ -32,7 +32,7 @@ from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.models import Adapted, Mixed, ResizedFeatures
 from fl_lightning.models.adapted import merge_adapters
-from fl_lightning.models.wrapped import call_arguments, original_of
+from fl_lightning.models.wrapped import FromModule, call_arguments, original_of
 
 if TYPE_CHECKING:
     from fl_lightning.orchestrator import FederatedOrchestrator
@@ -212,15 +212,18 @@ def as_class(model: Any) -> dict[str, Any]:
 def merged_network(network: Network) -> Network:
     """Return a network whose LoRA adapters are added to the weights of their layers, so that it needs no peft.
 
-    Its model is the one that the adapters were added to.
+    Its model is the one that the adapters were added to. That of a `FromModule` is the user's module.
 
     Raises:
         ConfigError: The network has no adapters, or other outputs with merged weights.
     """
-    model = network.model
+    model, backbone = network.model, merge_adapters(network.backbone)
     if find_object(model["class_path"]) is Adapted:
         model = as_class(model["init_args"]["base"])
-    merged = replace(network, backbone=merge_adapters(network.backbone), model=model)
+        if isinstance(backbone, Adapted) and find_object(model["class_path"]) is FromModule:
+            backbone.encoder.set_submodule(model["init_args"]["head"], backbone.head)
+            backbone = backbone.encoder
+    merged = replace(network, backbone=backbone, model=model)
     if not same_outputs(merged.outputs, network.outputs):
         raise ConfigError("--merge: the network has other outputs with merged weights. Leave it out.")
     return merged

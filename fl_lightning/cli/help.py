@@ -26,7 +26,7 @@ HEADINGS = {
     "training of each client": (
         *("batch_size", "batch_sampler", "class_weights", "mixup", "cutmix"),
         *("optimizer", "optimizer_state", "lr_factors", "dp_sgd"),
-        *("lr_scheduler", "lr_scheduler_interval", "round_lr_scheduler"),
+        *("lr_scheduler", "lr_scheduler_interval", "lr_scheduler_rounds", "round_lr_scheduler"),
     ),
     "Lightning Trainer of each client": ("trainer.", "client_callbacks"),
     "execution": ("engine", "compile", "channels_last", "on_client_failure", "min_clients"),

@@ -32,8 +32,11 @@ class LocalTraining:
             last round (momentum, step counts, ...), with this round's learning rate. By default the algorithm decides;
             most start `fresh`.
         lr_scheduler: Builds a learning-rate scheduler within one client's fit, such as `WarmupCosine`, whose length is
-            that of the fit. It starts again in each round.
+            that of the fit. It starts again in each round, unless `lr_scheduler_rounds` is set.
         lr_scheduler_interval: Whether `lr_scheduler` is stepped once per `epoch` or once per optimizer `step`.
+        lr_scheduler_rounds: Number of rounds that `lr_scheduler` spans, such as all rounds of the run. A client with
+            `n` steps a round starts round `r` after `(r - 1) n` steps of the schedule, also if it did not take part in
+            all rounds before. The length of `WarmupCosine` is then that of as many fits of the client.
         lr_factors: Factors on the learning rate by pattern of parameter names, such as
             `{"head.*": 10.0, "encoder.0.*": 0.1}`. The first pattern that matches counts; other parameters have the
             factor 1.
@@ -63,6 +66,7 @@ class LocalTraining:
     optimizer_state: Literal["fresh", "kept"] | None = None
     lr_scheduler: LRSchedulerCallable | None = None
     lr_scheduler_interval: Interval = "epoch"
+    lr_scheduler_rounds: int = 1
     lr_factors: dict[str, float] | None = None
     mixup: float | None = None
     cutmix: float | None = None
@@ -78,7 +82,7 @@ class LocalTraining:
         return None if self.mixup is None and self.cutmix is None else Mixing(self.mixup, self.cutmix)
 
     def __post_init__(self) -> None:
-        check_positive(batch_size=self.batch_size)
+        check_positive(batch_size=self.batch_size, lr_scheduler_rounds=self.lr_scheduler_rounds)
         if self.batch_sampler not in get_args(BatchSampler):
             raise ConfigError(f"batch_sampler: {self.batch_sampler!r} not found. Use shuffle or balanced.")
         if self.lr_scheduler_interval not in get_args(Interval):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.schedules import ScheduleStarts
 from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
@@ -56,6 +57,7 @@ class FitContext(NamedTuple):
         class_weights: Weights of the classes in the objective's training loss, `(C,)`; None for equal weights.
         logs_losses: Whether training losses are logged after each epoch if the `Trainer` has no logger.
         max_steps: Number of training steps after which the fit ends, in addition to the trainer's limits.
+        schedule_starts: Brings learning-rate schedules that span several rounds to the start of the round.
     """
 
     round: int = 1
@@ -66,6 +68,7 @@ class FitContext(NamedTuple):
     class_weights: Tensor | None = None
     logs_losses: bool = True
     max_steps: int | None = None
+    schedule_starts: ScheduleStarts = ScheduleStarts()
 
 
 class LossTerm(PartMixin, nn.Module):

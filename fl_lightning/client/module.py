@@ -388,13 +388,18 @@ class ClientModule(L.LightningModule):
     def schedule_for(self, optimizer: torch.optim.Optimizer) -> Any:
         """Build the learning-rate scheduler of an optimizer for one fit; None if no scheduler is configured.
 
-        A `WarmupCosine` without `steps` gets the length of the fit.
+        A `WarmupCosine` without `steps` gets the length of the fit, times the number of rounds that it spans. If there
+        are several, the schedule is stepped to the start of this round.
         """
         if self.scheduler_factory is None:
             return None
-        schedule = self.scheduler_factory(optimizer)
-        if isinstance(schedule, WarmupCosine) and schedule.steps is None and (trainer := trainer_of(self)):
-            schedule.set_length(LocalWork.of(trainer).length(self.lr_scheduler_interval))
+        schedule, starts = self.scheduler_factory(optimizer), self.context.schedule_starts
+        needs_length = isinstance(schedule, WarmupCosine) and schedule.steps is None
+        if (needs_length or starts.rounds > 1) and (trainer := trainer_of(self)):
+            length = LocalWork.of(trainer).length(self.lr_scheduler_interval)
+            if needs_length:
+                schedule.set_length(starts.rounds * length)
+            starts.advance(schedule, optimizer, self.context.round, length)
         return schedule
 
     def step_schedule(self, schedule: Any, after: Interval) -> None:

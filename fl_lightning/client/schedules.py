@@ -1,7 +1,8 @@
-"""Learning-rate schedules whose length is that of the fit."""
+"""Learning-rate schedules whose length is that of the fit, and schedules that span several rounds."""
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ class WarmupCosine(LambdaLR):
     warm-up is that of Goyal et al., 2017, Section 2.2.
 
     As `lr_scheduler`, it needs no `steps`: `T` is the number of steps or epochs of each client's own fit, as
-    `lr_scheduler_interval` says.
+    `lr_scheduler_interval` says, times `lr_scheduler_rounds`.
 
     Args:
         optimizer: The optimizer.
@@ -75,6 +76,49 @@ class WarmupCosine(LambdaLR):
         for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = rate * self.factor(0)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+class ScheduleStarts:
+    """The learning-rate schedules of clients at the start of a round, if they span several rounds.
+
+    A client's schedule has taken as many steps as if the client had taken part in all rounds before, with as many steps
+    in each as it has now. So all clients of a round are at the same part of their schedules, and a client without a
+    state, such as a new one, needs none.
+
+    The schedule of the last round is kept for each number of steps, so a run computes each step of it once.
+
+    Args:
+        rounds: Number of rounds that a schedule spans. With 1, it starts again in each round.
+    """
+
+    def __init__(self, rounds: int = 1) -> None:
+        self.rounds = rounds
+        self._kept: dict[Any, tuple[int, dict[str, Any], list[dict[str, Any]]]] = {}
+
+    def advance(self, schedule: LRScheduler, optimizer: torch.optim.Optimizer, round: int, length: int) -> None:
+        """Step a new schedule to the start of a round. After the last round of its span, it is that of the last round.
+
+        Args:
+            schedule: The schedule.
+            optimizer: Its optimizer. Its parameters have no gradients, so its weights do not change.
+            round: The round, from 1.
+            length: The client's number of schedule steps in a round.
+        """
+        steps = (min(round, self.rounds) - 1) * length
+        if steps <= 0:
+            return
+        key = length, tuple(float(group["lr"]) for group in optimizer.param_groups)
+        done, state, options = self._kept.get(key, (0, {}, []))
+        if 0 < done <= steps:
+            schedule.load_state_dict(copy.deepcopy(state))
+            for group, own in zip(optimizer.param_groups, copy.deepcopy(options), strict=True):
+                group.update(own)
+        else:
+            done = 0
+            optimizer.step(lambda: 0.0)  # torch warns of a schedule that is stepped before its optimizer
+        for _ in range(done, steps):
+            schedule.step()
+        self._kept[key] = copy.deepcopy((steps, schedule.state_dict(), options_of(optimizer)))
 
 
 class OptionTable:

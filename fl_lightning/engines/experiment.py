@@ -28,6 +28,7 @@ from fl_lightning.engines.data_source import DataSource
 from fl_lightning.engines.evaluator import Evaluator
 from fl_lightning.engines.exchange import check_exchange
 from fl_lightning.engines.private_noise import with_noise
+from fl_lightning.engines.schedule_checks import check_rounds_of_schedule
 from fl_lightning.engines.simulated_time import check_round_policy, planned_work
 from fl_lightning.engines.worker_checks import check_worker
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -118,7 +119,9 @@ class Experiment:
         with blame("model"):
             fixed, buffers = frozenset(worker.fixed), frozenset(buffer_names(worker.template.backbone))
         self.algorithm.start([len(shard.train) for shard in self.data.shards], fixed, buffers)
-        check_worker(worker, scaled=self.round_lr_scheduler is not None)
+        scaled = self.round_lr_scheduler is not None
+        check_rounds_of_schedule(self.training, self.rounds, scaled)
+        check_worker(worker, scaled)
         self.worker = worker = with_noise(worker, self.rounds)
         check_exchange(worker)
         for each in worker.groups if self.round_lr_scheduler else ():

@@ -11,6 +11,7 @@ import torch
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import FitContext
 from fl_lightning.client.module import ClientModule
+from fl_lightning.client.schedules import ScheduleStarts
 from fl_lightning.client.weights import WeightMemory, load_weights, loads_plainly
 from fl_lightning.compression.codec import Codec
 from fl_lightning.core.fixed_tensors import copy_network, share, shared_tensors
@@ -56,6 +57,7 @@ class ModuleFactory:
         averages = algorithm.only_averages and not self.codec.upload
         self._uploads_stay = averages and has_doubles(device)  # they are averaged there
         self._send = DeviceCopies(device)
+        self._schedule_starts = ScheduleStarts(clients.training.lr_scheduler_rounds)
 
     def build(self, blank: Iterable[str] = ()) -> ClientModule:
         """Build a client module with the run's initial weights.
@@ -104,6 +106,7 @@ class ModuleFactory:
             class_weights=self.clients.loss_weights(task.client),
             logs_losses=False,  # the engine reads them after the fit
             max_steps=task.max_steps,
+            schedule_starts=self._schedule_starts,
         )
         module.optimizer_state = task.memory.get("optimizer", {})
         module.weight_memory = WeightMemory(slot.weights if slot else None, stays=self._uploads_stay)

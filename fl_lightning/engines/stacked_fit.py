@@ -213,13 +213,14 @@ class StackedFit:
         """Return each client's optimizer options after each step of its learning-rate scheduler, if there is one."""
         if self.clients[0].module.scheduler_factory is None:
             return None
-        tables: dict[int, OptionTable] = {}  # by length of the schedule
+        tables: dict[int, OptionTable] = {}  # by number of steps, if the schedule depends on it
         chosen = []
-        for module in (client.module for client in self.clients):
+        for client, module in ((client, client.module) for client in self.clients):
             optimizer = module.optimizer_for(module.backbone.parameters())
             schedule = module.schedule_for(optimizer)
-            length = schedule.steps if isinstance(schedule, WarmupCosine) else None
-            chosen.append(tables.setdefault(length or 0, OptionTable(optimizer, schedule)))
+            depends = isinstance(schedule, WarmupCosine) or module.context.schedule_starts.rounds > 1
+            length = client.work.length(module.lr_scheduler_interval) if depends else 0
+            chosen.append(tables.setdefault(length, OptionTable(optimizer, schedule)))
         return chosen
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.algorithms.protocols import SharesNetwork
+from fl_lightning.algorithms.protocols import ComparesGroups, SharesNetwork
 from fl_lightning.client.dp_sgd import PrivateGradients, obstacle_to_vmap
 from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
 from fl_lightning.client.fit import fit as fit_locally
@@ -146,6 +146,8 @@ class Worker:
     def _further_worker(self, group: int) -> Worker:
         """Return a worker for another group, which uses this one's trainer and its copy of the data on the device."""
         other = replace(self, group=group, algorithm=copy.copy(self.algorithm))
+        if isinstance(other.algorithm, ComparesGroups):
+            other.algorithm.start_group(self.template.backbone)
         other.mapped, other.idle_trainer, other.shown = self.mapped, self.idle_trainer, self.shown
         other.codec = self.codec
         other.algorithm.fixed = frozenset(other.fixed)

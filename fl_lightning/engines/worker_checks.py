@@ -104,7 +104,7 @@ def check_network(worker: Worker, scaled: bool) -> None:
         if not spare.has_own_optimizer:
             check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, worker.keeps_optimizer)
     check_lr_factors(spare, frozenset(worker.fixed))
-    check_schedule(spare, trainer, works, scaled)
+    check_schedule(spare, trainer, works, scaled, worker.training.lr_scheduler_rounds)
     with blame("lr_scheduler"):
         if not module.has_own_optimizer:
             module.configure_optimizers()

@@ -57,10 +57,18 @@ def test_a_slice_is_at_most_as_large_in_each_dimension():
     assert not fits_into(None, size(()))
 
 
+def scaled_logits(network, x, widest):
+    """Return the logits of an `MLP` whose hidden outputs are divided by their relative widths."""
+    first, second = network.encoder[1], network.encoder[3]
+    hidden = (first(x.flatten(1)) * widest[0] / first.out_features).relu()
+    return network.head((second(hidden) * widest[1] / second.out_features).relu())
+
+
 @in_float64
+@pytest.mark.parametrize("scaler", [False, True])
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_a_run_equals_a_loop_by_hand(tmp_path, weighting):
-    run = experiment(tmp_path, HeteroFL(weighting=weighting), model=WIDTHS, **UNEQUAL)
+def test_a_run_equals_a_loop_by_hand(tmp_path, weighting, scaler):
+    run = experiment(tmp_path, HeteroFL(weighting=weighting, scaler=scaler), model=WIDTHS, **UNEQUAL)
     run.load()
     model = {name: value.clone() for name, value in run.worker.template.backbone.state_dict().items()}
     for round in range(1, 4):
@@ -69,8 +77,11 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, weighting):
             local = copy.deepcopy(run.worker.for_client(client).template.backbone)
             for name, value in local.state_dict().items():
                 value.copy_(model[name][tuple(slice(0, n) for n in value.shape)])
+            for layer in local.modules():
+                layer._forward_hooks.clear()
             for x, y in steps_of(run, round, client):
-                descend(local, F.cross_entropy(local(x), y), 0.2)
+                logits = scaled_logits(local, x, (12, 8)) if scaler else local(x)
+                descend(local, F.cross_entropy(logits, y), 0.2)
             uploads.append((local.state_dict(), len(run.data.shards[client].train) if weighting == "samples" else 1))
         model = {
             name: mean_by_hand(value, [(upload[name], weight) for upload, weight in uploads])
@@ -82,16 +93,38 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, weighting):
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("per_round", [1, 4])
-def test_equal_widths_are_fedavg_bit_for_bit(tmp_path, weighting, per_round):
+@pytest.mark.parametrize("scaler", [False, True])
+def test_equal_widths_are_fedavg_bit_for_bit(tmp_path, weighting, per_round, scaler):
     options = {"rounds": 2, "clients_per_round": per_round}
     alone = finished(tmp_path / "avg", FedAvg(aggregator=WeightedMean(weighting)), model=NormMLP, **options)
     equal = Mixed([NormMLP, NormMLP])
     for folder, model in (("one", NormMLP), ("equal", equal)):
-        run = finished(tmp_path / folder, HeteroFL(weighting=weighting), model=model, **options)
+        run = finished(tmp_path / folder, HeteroFL(weighting=weighting, scaler=scaler), model=model, **options)
         if model is NormMLP:
             assert_same_run(alone, run)
         else:
             assert all(torch.equal(value, run.state["model"][name]) for name, value in alone.state["model"].items())
+
+
+def test_the_scaler_scales_narrow_layers_in_training_only(tmp_path):
+    run = experiment(tmp_path, HeteroFL(scaler=True), **QUICK)
+    run.load()
+    wide, narrow = (run.worker.of_group(number).modules.build().backbone for number in (0, 1))
+    x = torch.randn(4, 1, 8, 8)
+    assert torch.equal(wide.train()(x), wide.eval()(x))
+    evaluated = narrow.eval()(x)
+    torch.testing.assert_close(narrow.train()(x), scaled_logits(narrow.eval(), x, (12, 8)))
+    assert not torch.allclose(narrow.train()(x), evaluated, rtol=0.01)
+
+
+@pytest.mark.parametrize("engine", ["processes", "sequential"])
+def test_the_scaler_is_the_same_in_processes_and_after_a_resume(tmp_path, engine):
+    options = QUICK | {"scenario": digits(3), "clients_per_round": 3}
+    whole = finished(tmp_path / "whole", HeteroFL(scaler=True), **options)
+    finished(tmp_path / "half", HeteroFL(scaler=True), **options | {"rounds": 1})
+    resumed = experiment(tmp_path / "half", HeteroFL(scaler=True), engine=engine, **options)
+    resumed.fit(resume=True)
+    assert same_bytes(whole.state["model"], resumed.state["model"])
 
 
 def test_a_client_receives_and_sends_only_its_slices(tmp_path):

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from commands import rows as read_rows
 from experiments import digits, experiment, same_bytes
 from methods import METHODS
 from torch.nn.functional import cross_entropy
@@ -23,8 +24,9 @@ from torch.optim.lr_scheduler import (
 
 from fl_lightning import ConfigError, Ditto, FedSiamDA, Head, LocalTraining, WarmupCosine
 from fl_lightning.client.optimizers import LRScales
+from fl_lightning.client.schedules import ScheduleStarts
 from fl_lightning.core.seeding import Stream, derive
-from fl_lightning.engines import SequentialEngine, StackedEngine
+from fl_lightning.engines import ProcessesEngine, SequentialEngine, StackedEngine
 from fl_lightning.models import MLP
 
 DOUBLE = {"accelerator": "cpu", "precision": "64-true", "max_epochs": 3}
@@ -34,10 +36,11 @@ MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SIZE = 24
 
 
-def loop(run, rounds, build, interval):
-    """Return the weights after FedAvg of all clients, written as a plain loop, and the learning rates of round 1.
+def loop(run, rounds, build, interval, participants=None, spans=1):
+    """Return the weights after FedAvg, written as a plain loop, and the learning rates of each client's first round.
 
-    `build(network, steps, epochs)` returns an optimizer and its schedule.
+    `build(network, steps, epochs)` returns an optimizer and its schedule, which is stepped by hand through all rounds
+    before if it spans several. `participants` are the clients of each round, by default all.
     """
     run.load()
     data, epochs = run.data.data, run.training.trainer["max_epochs"]
@@ -45,14 +48,18 @@ def loop(run, rounds, build, interval):
     shared, rates = copy.deepcopy(run.worker.template.backbone).double(), {}
     for round in range(1, rounds + 1):
         sums, total = {}, 0
-        for client, shard in enumerate(run.data.shards):
-            index, network = shard.train, copy.deepcopy(shared)
-            optimizer, schedule = build(network, epochs * -(-len(index) // SIZE), epochs)
+        for client in participants[round] if participants else range(len(run.data.shards)):
+            index, network = run.data.shards[client].train, copy.deepcopy(shared)
+            steps = epochs * -(-len(index) // SIZE)
+            optimizer, schedule = build(network, spans * steps, spans * epochs)
+            for _ in range((round - 1) * (steps if interval == "step" else epochs) if spans > 1 else 0):
+                optimizer.step()
+                schedule.step()
             shuffle = torch.Generator().manual_seed(derive(run.seed, Stream.BATCHES, round, client))
             seen = rates.setdefault(client, [])
             for _ in range(epochs):
                 for chosen in index[torch.randperm(len(index), generator=shuffle)].split(SIZE):
-                    if round == 1:
+                    if len(seen) < steps:
                         seen.append([group["lr"] for group in optimizer.param_groups])
                     optimizer.zero_grad()
                     cross_entropy(network(x[chosen]), y[chosen]).backward()
@@ -107,6 +114,143 @@ def test_a_warm_up_and_cosine_over_each_clients_fit_is_that_of_a_plain_loop(tmp_
         assert len({len(seen) for seen in rates.values()}) > 2  # the clients' fits have unequal lengths
     run.fit()
     near(run.state["model"], expected)
+
+
+def polynomial(optimizer, interval, network, steps, epochs):
+    """A schedule whose learning rates follow from those before, over fifty steps on every client."""
+    optimizer = optimizer(network.parameters())
+    return optimizer, PolynomialLR(optimizer, 50, power=1.5)
+
+
+SPANNING = {
+    "cosine": (cosine, partial(WarmupCosine, warmup=0.4)),
+    "polynomial": (polynomial, partial(PolynomialLR, total_iters=50, power=1.5)),
+}
+
+
+@pytest.mark.fast_cases(6)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step", "ignore:lr_scheduler. total_iters")
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("schedule", SPANNING)
+@pytest.mark.parametrize("per_round", [4, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_schedule_over_the_run_is_stepped_through_all_rounds(tmp_path, engine, per_round, schedule, interval):
+    """Also those in which the client did not take part. The run is interrupted after round 2 and resumed."""
+    build, ours = SPANNING[schedule]
+    options = {
+        "scenario": digits(4, alpha=0.3),
+        "clients_per_round": per_round,
+        "batch_size": SIZE,
+        "engine": ENGINES[engine](),
+        "optimizer": MOMENTUM,
+        "lr_scheduler": ours,
+        "lr_scheduler_interval": interval,
+        "lr_scheduler_rounds": 4,
+        "trainer": DOUBLE | {"max_epochs": 2},
+    }
+    experiment(tmp_path, rounds=2, **options).fit()
+    run = experiment(tmp_path, rounds=4, **options)
+    run.fit(resume=True)
+    rows = read_rows(tmp_path, "clients.csv")
+    participants = {round: [int(row["client"]) for row in rows if row["round"] == str(round)] for round in range(1, 5)}
+    assert {len(clients) for clients in participants.values()} == {per_round}
+    expected, rates = loop(run, 4, partial(build, MOMENTUM, interval), interval, participants, spans=4)
+    assert len({len(seen) for seen in rates.values()}) > 1  # the clients' fits have unequal lengths
+    near(run.state["model"], expected)
+
+
+def test_a_schedule_over_the_run_is_the_same_on_worker_processes(tmp_path):
+    options = {
+        "lr_scheduler": WarmupCosine,
+        "lr_scheduler_interval": "step",
+        "lr_scheduler_rounds": 3,
+        "optimizer": ADAM,
+        "optimizer_state": "kept",
+    }
+    one = experiment(tmp_path / "one", **options)
+    two = experiment(tmp_path / "two", engine=ProcessesEngine(workers=2), **options)
+    for run in (one, two):
+        run.fit()
+    assert same_bytes(one.state["model"], two.state["model"])
+
+
+def test_the_second_model_of_ditto_follows_a_schedule_over_the_run(tmp_path):
+    """With lam 0 and one client, both models start equal in round 1 and take the same steps in all rounds."""
+    run = experiment(
+        tmp_path,
+        Ditto(lam=0.0),
+        scenario=digits(1),
+        rounds=3,
+        clients_per_round=1,
+        optimizer=MOMENTUM,
+        lr_scheduler=WarmupCosine,
+        lr_scheduler_interval="step",
+        lr_scheduler_rounds=3,
+        trainer=DOUBLE,
+    )
+    run.fit()
+    near(run.state["model"], run.memory[0]["personal_model"])
+
+
+def test_each_step_of_a_schedule_over_the_run_is_computed_once():
+    class Counting(ExponentialLR):
+        steps = 0
+
+        def step(self, *args):
+            type(self).steps += 1
+            super().step(*args)
+
+    starts, rates = ScheduleStarts(rounds=100), []
+    for round in range(1, 101):
+        sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        schedule = Counting(sgd, 0.9)
+        starts.advance(schedule, sgd, round, length=5)
+        rates.append(schedule.get_last_lr()[0])
+    assert rates == pytest.approx([0.9 ** (5 * round) for round in range(100)])
+    assert Counting.steps < 100 + 5 * 100 + 1  # a new schedule takes one step of its own
+
+
+def test_new_clients_train_as_in_the_last_round_of_a_schedule():
+    """They train once more after the last round, where a schedule may have ended."""
+    rates = []
+    for round in (3, 4):
+        sgd = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        schedule = OneCycleLR(sgd, max_lr=1.0, total_steps=6)
+        ScheduleStarts(rounds=3).advance(schedule, sgd, round, length=2)
+        rates.append(schedule.get_last_lr())
+    assert rates[0] == rates[1] != [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler_rounds": 0}, r"^lr_scheduler_rounds: 0"),
+        ({"lr_scheduler_rounds": 3}, r"^lr_scheduler_rounds: 3, but no lr_scheduler"),
+        ({"lr_scheduler_rounds": 2, "lr_scheduler": WarmupCosine}, r"^lr_scheduler_rounds: 2 is below rounds, 3"),
+        (
+            {"lr_scheduler_rounds": 3, "lr_scheduler": WarmupCosine, "round_lr_scheduler": WarmupCosine},
+            r"^round_lr_scheduler: lr_scheduler spans",
+        ),
+        (
+            {"lr_scheduler_rounds": 10**4, "lr_scheduler": partial(OneCycleLR, max_lr=1.0, total_steps=15_000)},
+            r"^lr_scheduler: total_steps of OneCycleLR is 15000",
+        ),
+        (
+            {"lr_scheduler_rounds": 3, "lr_scheduler": partial(OneCycleLR, max_lr=0.1, total_steps=2)},
+            r"^lr_scheduler: Tried to step 3 times",
+        ),
+    ],
+)
+def test_a_schedule_over_rounds_that_does_not_fit_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        short(**options).check()
+
+
+def test_a_schedule_that_is_made_for_the_run_does_not_warn():
+    schedule = partial(CosineAnnealingLR, T_max=6)
+    short(lr_scheduler=schedule, lr_scheduler_rounds=3).check()
+    with pytest.warns(UserWarning, match="T_max of CosineAnnealingLR is 6, but 4 fits of a client have 8 epoch"):
+        short(lr_scheduler=schedule, lr_scheduler_rounds=4).check()
 
 
 def grouped(network, steps, epochs):

@@ -55,6 +55,20 @@ NO_DROPOUT = {
 TARGETS = {"bert": ["query", "value"], "gpt2": ["c_attn", "c_proj"], "vit": ["query", "value"]}
 
 
+class Residual(torch.nn.Module):
+    """A user's module with a skip connection, whose layers have other names than `encoder` and `head`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.first = torch.nn.Flatten(), torch.nn.Linear(12, 8)
+        self.second, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of images `(B, 3, 2, 2)`."""
+        x = self.first(self.flat(x)).relu()
+        return self.last(x + self.second(x).relu())
+
+
 def save_model(folder: Path, name: str, task: str = "sequence_classification", labels: int = 2, **config: Any) -> Path:
     """Save a model with random weights, larger than initial ones, and return its folder.
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm
@@ -61,6 +63,27 @@ def mean_of_slices(before: Tensor, slices: Sequence[tuple[Tensor, float]]) -> Te
             place.copy_(torch.where(held > 0, torch.maximum(place, value), value))
         held.add_(weight)
     return torch.where(weights > 0, total / weights if floating else total, before).to(before.dtype)
+
+
+def widths_of(network: nn.Module) -> dict[str, int]:
+    """Return the number of outputs of each linear layer and convolution of a network, by the layer's name."""
+    found: dict[str, Any] = {
+        name: getattr(layer, "out_features", getattr(layer, "out_channels", None))
+        for name, layer in network.named_modules()
+    }
+    return {name: width for name, width in found.items() if isinstance(width, int)}
+
+
+def scale_in_training(layer: nn.Module, inputs: Any, output: Tensor, *, ratio: float) -> Tensor:
+    """Forward hook: divide the outputs of a layer by its relative width while it is trained (the paper's Scaler).
+
+    Args:
+        layer: The layer.
+        inputs: Its inputs.
+        output: Its outputs.
+        ratio: Its width, relative to that of the same layer in the widest network.
+    """
+    return output / ratio if layer.training else output
 
 
 @dataclass
@@ -132,20 +155,43 @@ class HeteroFL(Algorithm):
     """FedAvg of networks with different widths, whose weights are leading slices of the widest network's.
 
     The networks are those of a `Mixed`, the widest first. With one width this is FedAvg with `weighting: uniform`, bit
-    for bit. The paper's scaler, masked cross-entropy and static BatchNorm are left out.
+    for bit. The paper's masked cross-entropy and static BatchNorm are left out.
 
     Bytes a round, each participant: down `model`, up `model + 8`.
 
     Args:
+        scaler: Divide the outputs of each linear layer and convolution by its relative width during training, so that
+            they are as large as those of the widest network. Evaluation does not scale.
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
+    scaler: bool = False
     weighting: Weighting = "uniform"
     aggregator: Aggregator = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin without the widths of the widest network."""
+        super().__post_init__()
+        self._widest: dict[str, int] = {}
 
     def own_aggregator(self) -> Aggregator:
         """Return the element-wise mean over the clients that hold an element."""
         return SliceMean(self.weighting)
+
+    def start_group(self, first: nn.Module) -> None:
+        """Store the widths of the widest network, before a narrower one is built.
+
+        Args:
+            first: The widest network.
+        """
+        self._widest = widths_of(first)
+
+    def prepare_network(self, backbone: nn.Module) -> None:
+        """With `scaler`, scale the outputs of the layers that are narrower than those of the widest network."""
+        for name, width in widths_of(backbone).items() if self.scaler else ():
+            ratio = width / self._widest.get(name, width)
+            if ratio < 1:
+                backbone.get_submodule(name).register_forward_hook(partial(scale_in_training, ratio=ratio))
 
     def start_slices(self, shapes: Sequence[Shapes], groups: Sequence[int]) -> None:
         """Store the shapes of the clients' weights. The experiment calls it before round 1 if networks differ.
