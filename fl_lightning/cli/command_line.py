@@ -8,6 +8,7 @@ from fl_lightning.analysis.baselines import expand_baseline
 from fl_lightning.cli.class_names import correct_case
 from fl_lightning.cli.options import EXPERIMENTS, OPTION_WORD, options_of, split_options
 from fl_lightning.core.config_files import CommandLine, read_configs
+from fl_lightning.core.errors import ConfigError
 
 
 def read_command_line(command: str, words: Sequence[str]) -> CommandLine:
@@ -24,8 +25,18 @@ def read_command_line(command: str, words: Sequence[str]) -> CommandLine:
         ConfigError: A config or its baselines cannot be read.
     """
     if command not in EXPERIMENTS:
+        refuse_repeated_lists(command, words)
         return CommandLine(words)
     return expand_baseline(read_configs(correct_case(join_values(command, words))))
+
+
+def refuse_repeated_lists(command: str, words: Sequence[str]) -> None:
+    """Raise an error if an option with several values is given twice, because only its last values would count."""
+    options = options_of(command)
+    given = [key for key, _, _ in split_options(words, options) if options.get(key, {}).get("nargs") in ("*", "+")]
+    for key in given:
+        if key and given.count(key) > 1:
+            raise ConfigError(f"--{key}: given twice. Write all its values after one --{key}")
 
 
 def join_values(command: str, words: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ def trainer_of(module: L.LightningModule) -> L.Trainer | None:
         return None
 
 
-def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:
+def count_unrepeated(loaders: Any, batch_idx: int, size: int, dataloader_idx: int = 0) -> int:
     """Return how many samples of a batch are no repetitions. These are the first samples of the batch.
 
     A `DistributedSampler` gives every device the same number of samples. For this it repeats some at the end.
@@ -26,8 +26,9 @@ def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:
         loaders: The data loader on this device, or a collection that contains it.
         batch_idx: Number of the batch on this device, from 0.
         size: Number of samples in the batch.
+        dataloader_idx: Number of the data loader in the collection, from 0.
     """
-    loader: Any = CombinedLoader(loaders, "sequential").flattened[0]
+    loader: Any = CombinedLoader(loaders, "sequential").flattened[dataloader_idx]
     sampler, batch_size = getattr(loader, "sampler", None), getattr(loader, "batch_size", None)
     if not isinstance(sampler, DistributedSampler) or batch_size is None:
         return size

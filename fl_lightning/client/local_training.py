@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch.optim import Optimizer
 
 from fl_lightning.client.dp_sgd import DPSGD
 from fl_lightning.client.local_work import Interval
@@ -83,6 +84,9 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         check_positive(batch_size=self.batch_size, lr_scheduler_rounds=self.lr_scheduler_rounds)
+        if isinstance(self.optimizer, Optimizer):
+            fix = f"Give its class, or partial({type(self.optimizer).__name__}, lr=0.1)"
+            raise ConfigError(f"optimizer: got an object, but each client's fit builds its own. {fix}")
         if self.batch_sampler not in get_args(BatchSampler):
             raise ConfigError(f"batch_sampler: {self.batch_sampler!r} not found. Use shuffle or balanced.")
         if self.lr_scheduler_interval not in get_args(Interval):

@@ -326,24 +326,25 @@ class ClientModule(L.LightningModule):
         """Return the mean of each training loss over the steps of the fit, and the sum of these means as `loss`."""
         return self.loss_record.means()
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the objective's metrics on a validation batch, such as `val_loss` and `val_acc`."""
-        self._log_evaluation("val", batch, batch_idx)
+        self._log_evaluation("val", batch, batch_idx, dataloader_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the objective's metrics on a test batch, such as `test_loss` and `test_acc`."""
-        self._log_evaluation("test", batch, batch_idx)
+        self._log_evaluation("test", batch, batch_idx, dataloader_idx)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the outputs for a batch of inputs, or for a batch `(x, y)` as in training."""
         return cast(Tensor, self(batch[0] if isinstance(batch, tuple | list) else batch))
 
-    def _log_evaluation(self, stage: str, batch: Batch, batch_idx: int) -> None:
+    def _log_evaluation(self, stage: str, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
         x, y = batch
         outputs, devices = self(x).float(), 1
         if (trainer := trainer_of(self)) and trainer.world_size > 1:
             devices = trainer.world_size
-            y = y[: count_unrepeated(getattr(trainer, f"{stage}_dataloaders"), batch_idx, len(y))]
+            loaders = getattr(trainer, f"{stage}_dataloaders")
+            y = y[: count_unrepeated(loaders, batch_idx, len(y), dataloader_idx)]
         sums, units = self.objective.sums(outputs[: len(y)], y), int(self.objective.units(y))
         means = {f"{stage}_{name}": value / max(1, units) for name, value in sums.items()}
         # Lightning divides the sum of batch sizes by the number of devices, and rounds it down

@@ -45,6 +45,13 @@ NO_HEADER = "If the first line is a sample, add a line with the names of the col
 WRITTEN_NUMBERS = "Write plain numbers, such as 1234.5, set scenario.dataset.decimal and thousands as they are written"
 """Fix for numbers that are written as text."""
 
+WRITTEN = {
+    "numbers": WRITTEN_NUMBERS,
+    "dates": "Convert them to numbers, such as days since the first date",
+    "lists": "Write each element to a column of its own",
+}
+"""Fixes for what is written as text."""
+
 SPLIT_NAMES = {
     "train": "train(?:ing)?|trn",
     "test": "test(?:ing)?|tst",
@@ -69,12 +76,16 @@ def split_of(name: str) -> str | None:
 
 def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
     """Check that a file (or, with `folder`, a folder) exists, and return its path."""
+    kind = "folder" if folder else "file"
+    if not path:
+        raise ConfigError(f"{KEY}.{key}: is empty. Name the {kind}")
     try:
         if check_exists(Path(path), folder):
             return Path(path)
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
-    raise ConfigError(f"{KEY}.{key}: {one_line(path)}: no such {'folder' if folder else 'file'}")
+    hint = ". Write the whole path: ~ is not replaced" if path.startswith("~") else ""
+    raise ConfigError(f"{KEY}.{key}: {one_line(path)}: no such {kind}{hint}")
 
 
 def read_schema(path: str) -> TableSchema:
@@ -162,7 +173,7 @@ class Labels(NamedTuple):
 
 
 def refuse_written_numbers(column: pd.Series, key: str, otherwise: str) -> None:
-    """Raise a `ConfigError` if most values of a table column are numbers or dates that are written as text.
+    """Raise a `ConfigError` if most values of a table column are numbers, dates or lists that are written as text.
 
     Args:
         column: The column.
@@ -174,10 +185,9 @@ def refuse_written_numbers(column: pd.Series, key: str, otherwise: str) -> None:
     texts = pd.Series(column.to_numpy(object)).astype(str)
     if found := written_numbers(texts):
         what, mask = found
-        fix = WRITTEN_NUMBERS if what == "numbers" else "Convert them to numbers, such as days since the first date"
         row = int(mask.argmax())
         where = f"{one_line(repr(texts[row]))} in {row_location(column, row)}"
-        raise column_error(column, key, f"holds {what} written as text, such as {where}. {fix}, {otherwise}")
+        raise column_error(column, key, f"holds {what} written as text, such as {where}. {WRITTEN[what]}, {otherwise}")
 
 
 def read_labels(columns: Sequence[pd.Series], regression: bool | None) -> Labels:

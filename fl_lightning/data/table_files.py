@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence, Set
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from zipfile import ZipFile
@@ -64,6 +64,11 @@ OTHER_FILES = {
     b"version https://git-lfs": "a pointer of Git LFS, without the content",
     b"<!DOCTYPE": "a web page",
     b"<html": "a web page",
+    b"ARROW1": "a Feather file",
+    b"\x80": "a pickle",
+    b"{": "JSON",
+    b"[": "JSON",
+    b"@": "an ARFF file",
 }
 """Files that are no tables, by the bytes at their start or, for tar archives, at byte 257."""
 
@@ -127,7 +132,7 @@ class FileTable(CustomDataset):
         if self.test_path is None:
             frame = pd.concat([frame], keys=[self.path])
         else:
-            rest = self._read_test(self.test_path, text).reindex(columns=frame.columns)
+            rest = self._read_test(self.test_path, text, frame).reindex(columns=frame.columns)
             categorical = self.categorical & set(frame.columns)
             # `read_csv` reads the code 01 as a number, but as text if the file also has A1.
             if mixed := [name for name in categorical if is_numeric(frame[name]) != is_numeric(rest[name])]:
@@ -155,10 +160,28 @@ class FileTable(CustomDataset):
         """Return the names of columns to read as text, also if they look like numbers."""
         return ()
 
-    def _read_test(self, path: str, text: Collection[str]) -> pd.DataFrame:
+    def _used(self, columns: list[str]) -> list[str]:
+        """Return those of a table's columns that samples are made from."""
+        return [name for names in self._columns().values() for name in names]
+
+    def _read_test(self, path: str, text: Collection[str], training: pd.DataFrame) -> pd.DataFrame:
+        """Read the test rows, and check that they have the columns of the training rows, with the same kind of values.
+
+        Args:
+            path: The file with the test rows.
+            text: Names of columns to read as text.
+            training: The training rows.
+        """
         test = self._read("test_path", path, text)
-        for name in chain(*self._columns().values()):
+        any_kind = {*text, *self.categorical, self.client, self.split}
+        for name in self._used(list(training.columns)):
             find_column(name, list(test.columns), "test_path")
+            numeric = is_numeric(training[name])
+            if name in any_kind or numeric == is_numeric(test[name]) or test[name].isna().all():
+                continue
+            one, other = ("numbers", "text") if numeric else ("text", "numbers")
+            what = f"column {one_line(repr(name))} holds {other}, but {one} in {one_line(self.path)}"
+            raise ConfigError(f"{KEY}.test_path: {what}. Write it the same way in both files")
         if os.path.samefile(self.path, path):
             warnings.warn(
                 f"{KEY}.test_path: {one_line(path)} is the same file as {KEY}.path: the test rows are "
@@ -266,6 +289,9 @@ def _read_csv(
         kind = kind or "a binary file (or text in UTF-16, which you can save as UTF-8)"
     if kind:
         raise BadFile(Path(path), f"is {kind}, it needs to be a CSV or Parquet file")
+    if encoding == "utf-8" and (line := re.match(rb"(?:\xef\xbb\xbf)?((?:# |sep=)[^\r\n]*)", start)):
+        first = one_line(line[1].decode(errors="replace"))
+        raise BadFile(Path(path), f"begins with {first!r} instead of the names of the columns. Remove this line")
     options: dict[str, Any] = {"sep": separator, "encoding": encoding}
     try:
         file.seek(0)

@@ -127,6 +127,9 @@ class Table(FileTable):
     def _columns(self) -> dict[str, Sequence[str]]:
         return {**super()._columns(), "features": self.features or (), "exclude": self.exclude}
 
+    def _used(self, columns: list[str]) -> list[str]:
+        return [*super()._used(columns), *(self._features(columns) if self._known_schema is None else ())]
+
     def _inputs(self, source: Any, order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         frame, classes = source[0].iloc[order], source[1]
         if known := self._known_schema:
@@ -170,11 +173,10 @@ class Table(FileTable):
         return super()._read_labels(columns)
 
     def _features(self, columns: list[str]) -> list[str]:
-        if self.features is not None:
-            return self.features
         used = set(chain(*self._columns().values()))
         # pandas writes its row numbers to a column without a name, and reads that as "Unnamed: 0".
-        features = [name for name in columns if name not in used and not name.startswith("Unnamed: ")]
+        others = [name for name in columns if name not in used and not name.startswith("Unnamed: ")]
+        features = others if self.features is None else self.features
         if not features:
             raise ConfigError(f"{KEY}.features: {one_line(self.path)} has no columns left to learn from. Name some")
         return features

@@ -269,6 +269,8 @@ def check_tensors(network: nn.Module) -> None:
 
 def _obstacle(value: Any) -> str | None:
     """Return why an entry of a state dict cannot be sent or averaged, and how to fix it; None if it can."""
+    if isinstance(value, torch.dtype):  # of a dynamically quantized layer
+        return "belongs to a quantized layer, which cannot be trained. Give the network as it was before quantization."
     if not isinstance(value, Tensor):
         return f"is of type {type(value).__name__}, not a tensor. Return a tensor from get_extra_state."
     if value.is_complex():
@@ -300,7 +302,7 @@ def check_gradients(loss: Tensor, module: ClientModule, entries: Set[str]) -> No
 
 
 def check_outputs(outputs: Any, samples: int, expected: tuple[int, ...], factory: Any, key: str = "model") -> None:
-    """Raise an error if a network's outputs for a batch are not a tensor with the dataset's number of outputs.
+    """Raise an error if an untrained network's outputs for a batch are not finite, or not as many as the dataset's.
 
     Args:
         outputs: What the network returned.
@@ -313,11 +315,38 @@ def check_outputs(outputs: Any, samples: int, expected: tuple[int, ...], factory
         fix = "Return the logits, a tensor, from forward, as in `return self.net(x).logits`."
         raise ConfigError(f"{key}: forward returned {type(outputs).__name__}. {fix}")
     if outputs.shape == (samples, *expected):
+        if not outputs.isfinite().all():
+            fix = "Check its initial weights and its forward."
+            raise ConfigError(f"{key}: forward returned NaN or Inf before any training. {fix}")
         return
     option = outputs_option(factory) if key == "model" else None
     fix = f"Did you mean --{option} {expected[0]}?" if option else f"Give its last layer {expected[0]} outputs."
     what = f"{tuple(outputs.shape[1:])} outputs a sample, and the dataset needs {expected}"
     raise ConfigError(f"{key}: forward returned {what}. {fix}")
+
+
+def warn_of_probabilities(outputs: Tensor, key: str) -> None:
+    """Warn if a classifier's outputs for a batch, `(B, C)`, are probabilities, because the loss applies softmax."""
+    if (outputs >= 0).all() and (outputs.float().sum(dim=1) - 1).abs().max() < 1e-3:
+        what = "forward returned numbers that sum to 1, as after softmax, which the loss applies itself"
+        warnings.warn(f"{key}: {what}. Return the logits.", stacklevel=2)
+
+
+def check_shapes(network: nn.Module, initial: Mapping[str, Any]) -> None:
+    """Raise an error if training has changed the shape of an entry of a network's state dict.
+
+    Args:
+        network: The trained network.
+        initial: The state dict before the training.
+
+    Raises:
+        ConfigError: Names the entry.
+    """
+    for name, value in network.state_dict().items():
+        if name in initial and value.shape != initial[name].shape:
+            what = f"{name!r} has {tuple(value.shape)} elements after training, and {tuple(initial[name].shape)} before"
+            fix = "Keep its shape, or register the buffer with persistent=False."
+            raise ConfigError(f"model: {what}, so it cannot be averaged. {fix}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainer: L.Trainer, kept: bool) -> None:

@@ -57,6 +57,7 @@ from fl_lightning.data.federated_data import sha256
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_network,
+    check_shapes,
     check_tensors,
     unchanged_fixed_tensors,
 )
@@ -421,6 +422,8 @@ class Worker:
             module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
             if task.upload:
+                if module.weight_memory.flat is None:
+                    check_shapes(module.backbone, self.template.backbone.state_dict())
                 upload = self.algorithm.upload(module, training_batches, samples, classes)
                 memory = self.algorithm.remember(module, upload)
                 if optimizer_state:

@@ -35,6 +35,7 @@ from fl_lightning.engines.checks import (
     warn_of_emulation,
     warn_of_environment,
     warn_of_eval_mode,
+    warn_of_probabilities,
     warn_of_unused_optimizer,
 )
 from fl_lightning.engines.client_callbacks import check_client_callbacks, set_up_callbacks
@@ -121,6 +122,8 @@ def check_network(worker: Worker, scaled: bool) -> None:
         returned = {key: network(x) for key, network in module.networks.items()}
     for key, logits in returned.items():
         check_outputs(logits, len(x), objective.output_shape(y, outputs), worker.factory, key)
+        if objective.classes:
+            warn_of_probabilities(logits, key)
         check_gradients(logits, module, entries)
         check_measures(scorer.measures, objective, logits.detach(), y)
     if worker.training.dp_sgd:

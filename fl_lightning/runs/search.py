@@ -42,7 +42,10 @@ def find(paths: Paths) -> list[Path]:
 
 
 def _path_list(paths: Paths) -> list[Path]:
-    return [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    paths = [paths] if isinstance(paths, str | Path) else [*paths]
+    if "" in paths:
+        raise ConfigError("runs: the name of a folder is empty. Name it, or write . for the working folder")
+    return [Path(path) for path in paths]
 
 
 def _find_run_folders(folder: Path) -> Iterator[Path]:

@@ -642,6 +642,13 @@ def test_damaged_folders_are_skipped_with_a_line_each(folder, tmp_path):
     assert ": 1 run, " in outcome.out
 
 
+def test_the_name_of_a_folder_need_not_be_utf8(tmp_path):
+    run = write_run(tmp_path / os.fsdecode(b"caf\xe9"), CONFIG, METRICS)
+    outcome = command("report", run, "-o", tmp_path / "page.html")
+    assert outcome.code == 0, outcome.err
+    assert "caf?" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_runs_are_selected_by_their_settings(tmp_path):
     out = tmp_path / "page.html"
     assert command("report", tmp_path, "-o", out) == (2, "", f"fl-lightning: error: {tmp_path}: no run found\n")

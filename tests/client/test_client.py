@@ -110,6 +110,18 @@ def test_validation_and_test_log_loss_and_accuracy():
 
 
 @plain_lightning
+def test_each_of_several_data_loaders_has_its_own_metrics():
+    module, trainer = ClientModule(model()), quiet_trainer(max_epochs=1)
+    loaders = [loader(n=21, batch_size=10), loader(n=7, batch_size=4)]
+    for stage, evaluate in (("val", trainer.validate), ("test", trainer.test)):
+        each = evaluate(module, loaders, verbose=False)
+        for number, (logged, alone) in enumerate(zip(each, loaders, strict=True)):
+            expected = evaluate(module, alone, verbose=False)[0][f"{stage}_acc"]
+            assert logged[f"{stage}_acc/dataloader_idx_{number}"] == expected
+    assert [len(outputs) for outputs in trainer.predict(module, loaders)] == [3, 2]
+
+
+@plain_lightning
 def test_training_losses_reach_a_plain_trainers_logger(tmp_path):
     trainer = quiet_trainer(L.pytorch.loggers.CSVLogger(tmp_path), max_epochs=1, log_every_n_steps=1)
     module = ClientModule(model(), [WeightNorm(1.0)])

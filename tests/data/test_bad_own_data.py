@@ -392,7 +392,25 @@ def test_a_test_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     check_refused(make, "dataset.test_path", "'label'")
     del rest["town"]
     write_csv(tmp_path / "new.csv", rest | {"label": ["yes"] * 8})
-    check_refused(make, "dataset.features", "'town'", "8 of 48 rows", f"row 1 of {tmp_path}/new.csv")
+    check_refused(make, "dataset.test_path", "'town'")
+
+
+def test_a_test_file_with_text_for_numbers_is_refused_by_its_key(tmp_path: Path) -> None:
+    write_table(tmp_path / "t.csv")
+    for changes, column in ({"age": ["old"] * 8}, "'age'"), ({"label": [0, 1] * 4}, "'label'"):
+        write_csv(tmp_path / "new.csv", table(8, seed=1) | changes)
+        make = partial(Table, str(tmp_path / "t.csv"), "label", test_path=str(tmp_path / "new.csv"))
+        check_refused(make, "dataset.test_path", column, f"{tmp_path}/t.csv")
+
+
+def test_an_empty_path_and_one_with_a_tilde_are_refused(tmp_path: Path) -> None:
+    check_refused(partial(Table, "", "label"), "dataset.path", "is empty")
+    check_refused(partial(Table, "~/no such table.csv", "label"), "dataset.path", "~ is not replaced")
+
+
+def test_no_features_are_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "t.csv")
+    check_refused(partial(Table, str(tmp_path / "t.csv"), "label", features=[]), "dataset.features", "Name some")
 
 
 def test_a_damaged_parquet_file_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -51,6 +51,12 @@ WRITTEN: dict[str, Callable[[float], str]] = {
     "dates with names of months": lambda x: f"{int(x) % 28 + 1} {('Jan', 'March', 'Sept.', 'dec')[int(x) % 4]} 2026",
     "American dates": lambda x: f"Nov {int(x) % 28 + 1}, 2026",
     "days of a year": lambda x: f"{int(x) % 28 + 1}-Nov",
+    "dates in German": lambda x: f"{int(x) % 28 + 1}. {('März', 'Mai', 'Dezember')[int(x) % 3]} 2026",
+    "dates in Spanish": lambda x: f"{int(x) % 28 + 1} de {('enero', 'marzo', 'mayo')[int(x) % 3]} de 2026",
+    "Fortran": lambda x: f"{x:.3E}".replace("E", "D"),
+    "base 16": lambda x: hex(int(x)),
+    "ratios": lambda x: f"{int(x) % 90 + 90}/{int(x) % 50 + 50}",
+    "durations": lambda x: f"{int(x) % 23}h{int(x) % 59}m",
     "times": lambda x: f"{int(x) % 24:02}:{int(x) % 60:02}",
 }
 
@@ -120,6 +126,14 @@ def test_categories_with_digits_stay_categories(case: str, tmp_path: Path) -> No
     write_csv(tmp_path / "t.csv", {"kind": CATEGORIES[case] * 10, "label": LABELS})
     (column,) = Table(str(tmp_path / "t.csv"), "label").checked().schema.columns
     assert column.categories == sorted(CATEGORIES[case])
+
+
+@pytest.mark.parametrize("key", ["features", "label"])
+@pytest.mark.parametrize("text", ["[1, 2]", "['cat', 'a dog that is longer than forty characters']", '{"x": 1}'])
+def test_lists_written_as_text_are_refused(text: str, key: str, tmp_path: Path) -> None:
+    columns = {"kind": ["a", "b"] * 20, "label": LABELS}
+    write_csv(tmp_path / "t.csv", columns | {"kind" if key == "features" else "label": [text] * 39 + ["other"]})
+    check_refused(partial(Table, str(tmp_path / "t.csv"), "label"), f"dataset.{key}", "holds lists written as text")
 
 
 def test_a_number_in_another_form_among_numbers_is_refused_with_the_fix(tmp_path: Path) -> None:

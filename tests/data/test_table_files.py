@@ -89,6 +89,12 @@ OTHER: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "zstd": (lambda content: b"\x28\xb5\x2f\xfd" + content, "is a zstd archive"),
     "LFS": (lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
     "web page": (lambda content: b"<!DOCTYPE html>\n<html></html>", "is a web page"),
+    "Feather": (lambda content: b"ARROW1\0\0" + content, "is a Feather file"),
+    "pickle": (lambda content: b"\x80\x04" + content, "is a pickle"),
+    "JSON lines": (lambda content: b'{"age": 1, "label": "a"}\n', "is JSON"),
+    "ARFF": (lambda content: b"@relation t\n@data\n" + content, "is an ARFF file"),
+    "comment": (lambda content: b"# exported on Monday\n" + content, "begins with '# exported on Monday'"),
+    "Excel's separator": (lambda content: b"\xef\xbb\xbfsep=,\r\n" + content, "begins with 'sep=,'"),
     "half a gzip file": (lambda content: gzip.compress(content)[:-20], "not a readable CSV file ("),
 }
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from fl_lightning.algorithms import FedAvg
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ClientFailure, ConfigError
 
 
 class Net(nn.Module):
@@ -77,6 +77,28 @@ class NoGradient(Net):
         return super().forward(x).detach()
 
 
+class Grows(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 8))
+
+    def forward(self, x):
+        features = F.relu(self.a(x.flatten(1)))
+        if self.training:
+            self.bank = torch.cat([self.bank, features.detach()])
+        return self.b(features)
+
+
+class NotANumber(Net):
+    def forward(self, x):
+        return super().forward(x) * torch.nan
+
+
+class Probabilities(Net):
+    def forward(self, x):
+        return super().forward(x).softmax(dim=-1)
+
+
 class AddsLayer(Net):
     def forward(self, x):
         if not hasattr(self, "late"):
@@ -128,6 +150,10 @@ def changed(change):
     return build
 
 
+def quantized():
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), {nn.Linear})
+
+
 COMPLEX = torch.ones(8, dtype=torch.complex64)
 TRAINED = {
     "weight_norm": changed(lambda net: parametrizations.weight_norm(net.a)),
@@ -151,10 +177,12 @@ REFUSED = {
     "sparse": (changed(lambda net: net.register_buffer("y", torch.eye(2).to_sparse())), "'y'"),
     "expanded": (changed(lambda net: net.register_buffer("y", torch.ones(1).expand(3))), "'y'"),
     "extra object": (ExtraObject, "'_extra_state'"),
+    "quantized": (quantized, "quantized layer, which cannot be trained"),
     "frozen": (changed(lambda net: net.requires_grad_(False)), "Net has no trainable parameter"),
     "no parameter": (nn.Flatten, "Flatten has no trainable parameter"),
     "script": (lambda: torch.jit.trace(Net(), torch.zeros(2, 1, 8, 8)), "torch.jit"),
     "no gradient": (NoGradient, "NoGradient"),
+    "NaN": (NotANumber, "forward returned NaN or Inf before any training"),
     "added layer": (AddsLayer, "'late.bias'"),
     "lit added layer": (LitAddsLayer, "'late.bias'"),
     "lit detached": (LitDetached, "LitDetached"),
@@ -171,7 +199,7 @@ def test_it_is_trained_as_by_a_loop(tmp_path, name):
     assert_near(run.state["model"], rounds_by_hand(run)[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*(deprecated|torch.jit).*")
+@pytest.mark.filterwarnings("ignore:.*(deprecated|torch.jit|reduce_range).*")
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_before_round_1_by_name(name):
     model, what = REFUSED[name]
@@ -179,3 +207,17 @@ def test_it_is_refused_before_round_1_by_name(name):
     with pytest.raises(ConfigError, match=f"^model: .*{what}") as refusal:
         experiment(None, model=model, **options).load()
     assert "\n" not in str(refusal.value)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_by_name():
+    run = experiment(None, model=Grows)
+    with pytest.raises(ClientFailure, match=r"^client \d, round 1: model: 'bank' has \(.*persistent=False"):
+        run.fit()
+
+
+def test_probabilities_are_warned_of_once():
+    with pytest.warns(
+        UserWarning, match=r"^model: forward returned numbers that sum to 1, .* Return the logits"
+    ) as seen:
+        experiment(None, model=Probabilities).load()
+    assert len(seen) == 1

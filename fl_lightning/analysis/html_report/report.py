@@ -64,7 +64,7 @@ def write_report(
         raise ConfigError(f"-o: {path} exists and is not a report. Name another file, or remove it")
     data = contents(runs, reference) | {"sections": list(map(section_data, sections))}
     try:
-        write_atomically(path, page(data))
+        write_atomically(path, page(data).encode(errors="replace"))  # names of folders need not be UTF-8
     except OSError as error:
         raise ConfigError(f"-o: {path} cannot be written: {one_line(error)}") from error
     return data["left_out"]

@@ -28,7 +28,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     compare_by = partial(
         compare,
         runs,
-        by=[key for key in given.by.split(",") if key],
+        by=grouping_keys(given.by),
         lower=None if given.mode is None else given.mode == "min",
         reference=reference_settings(given.reference),
         targets=given.target,
@@ -44,8 +44,19 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 0
 
 
+def grouping_keys(text: str) -> list[str]:
+    """Return the keys that `--by` gives, separated by commas."""
+    keys = text.split(",") if text else []
+    if "" in keys:
+        raise ConfigError(f"--by: {text!r} has an empty name. Give keys as a,b,c, or leave it out")
+    return keys
+
+
 def reference_settings(words: Sequence[str] | None) -> dict[str, Any] | None:
     """Return the settings that `--reference` gives, as `KEY=VALUE` or as the name of an algorithm."""
+    names = [word for word in words or () if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError(f"--reference: {' and '.join(names)} cannot both be the reference. Name one algorithm")
     return conditions([word if "=" in word else f"algorithm={word}" for word in words]) if words else None
 
 

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from fl_lightning.analysis.comparison import comparable_runs
 from fl_lightning.analysis.figures import plot_runs
+from fl_lightning.cli.commands.compare import grouping_keys
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.files import read_file, write_atomically
 from fl_lightning.core.terminal import echo
@@ -36,7 +37,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         kind=given.kind,
         x=given.x,
         y=given.y,
-        by=[key for key in given.by.split(",") if key],
+        by=grouping_keys(given.by),
         across=given.across,
         percent=given.percent,
         width=given.width,

@@ -17,8 +17,10 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     """Write the HTML report of some runs, and print which runs were left out and why."""
     if not given.out:
         raise ConfigError("-o: the name is empty. Name a file, such as report.html")
-    runs = open_runs(given.runs, given.where)
     out = Path(given.out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"-o: {out} does not end in .html. Name a file, such as report.html")
+    runs = open_runs(given.runs, given.where)
     left_out = write_report(runs, out, reference=reference_settings(given.reference))
     for line in left_out:
         echo(f"left out: {line}")
