@@ -345,11 +345,11 @@ class Worker:
         data, options = self.client_data, self.idle_trainer
         if self.training.dp_sgd:
             batches = data.poisson_batches(task, secret=self.own_machine)
-            gradients = self._private_gradients(task, batches.expected)
+            gradients = self.private_gradients(task, batches.expected)
             return fit_locally(module, batches, data.ready_to_train, options, trainer, gradients)
         return fit_locally(module, data.batches(task), data.ready_to_train, options, trainer)
 
-    def _private_gradients(self, task: Task, expected: int) -> PrivateGradients:
+    def private_gradients(self, task: Task, expected: int) -> PrivateGradients:
         """Return the object that computes the noisy gradients of a client's fit.
 
         Args:

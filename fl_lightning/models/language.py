@@ -119,9 +119,10 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the new vectors `(B, length, width)` of a batch of texts."""
-        x = x + self.dropout(self.projection(self._attend(self.attention_norm(x))))
+        x = x + self.dropout(self.projection(self.attend(self.attention_norm(x))))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """Return causal self-attention `(B, length, width)`: means of the values of the positions up to each one."""
         queries, keys, values = self.queries_keys_values(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2).flatten(2)

@@ -93,5 +93,5 @@ def test_an_own_model_that_diverges_is_reported(tmp_path):
     module = run.worker.modules.build()
     with torch.no_grad():
         next(module.own.parameters()).fill_(float("nan"))
-    with pytest.raises(NonFiniteError, match=r"^the client's own model's 'encoder\.1\.weight' is NaN or Inf"):
+    with pytest.raises(NonFiniteError, match=r"^the client's own model's 'encoder\.1\.weight'"):
         run.algorithm.remember(module, Message())

@@ -52,7 +52,7 @@ def test_gradients_of_the_core_and_the_ratios_equal_the_formulas():
     ratios, me = torch.tensor([0.5, -0.2, 0.8]), 1
     others = [torch.stack([c * (j != me) for j, c in enumerate(values)]) for values in zip(*cores, strict=True)]
     module.set_mixture(me, ratios, ratios, cores[me], others)
-    module._mixture = module.mix()
+    module.on_fit_start()
     for k, weights in enumerate(module.backbone.parameters()):
         torch.testing.assert_close(weights.detach(), sum(p * cores[j][k] for j, p in enumerate(ratios)))
     batch = torch.randn(9, 6), torch.arange(9) % 4

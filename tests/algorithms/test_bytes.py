@@ -65,11 +65,7 @@ def test_bytes_of_a_round_and_what_is_kept_are_those_of_the_docstring(tmp_path, 
     method, options = METHODS[name]
     algorithm = method()
     scenario = digits(6, alpha=100.0)  # so even that every client holds every class
-    run = finished(
-        tmp_path,
-        algorithm,
-        **options | {"scenario": scenario, "rounds": 2, "trainer": ONE_EPOCH},
-    )
+    run = finished(tmp_path, algorithm, **options | {"scenario": scenario, "rounds": 2, "trainer": ONE_EPOCH})
     assert (run.data.class_counts() > 0).all()
     down, up, bound = formulas(type(algorithm))
     names = {name: value for name, value in vars(algorithm).items() if not name.startswith("_")} | variables(run)

@@ -5,16 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    assert_near,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-    samples_of,
-    weights_after,
-)
+from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, same_bytes, samples_of, weights_after
 from loops import assert_equals_loop, rounds_by_hand
 from torch import nn
 from torch.nn import functional as F
@@ -129,7 +120,7 @@ def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
         def __init__(self, in_shape, num_classes):
             super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
 
-    with pytest.raises(ConfigError, match=r"^model: this method reads features, and Plain does not name its head"):
+    with pytest.raises(ConfigError, match=r"^model: .*Plain"):
         experiment(tmp_path / "run", CCVR(), model=Plain).fit()
     assert not (tmp_path / "run").exists()
 

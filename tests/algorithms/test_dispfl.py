@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fl_lightning.algorithms.decentralized.dispfl import (
     scatter_values,
     search_rate,
 )
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.core.state_dicts import pack_mask, unpack_mask
 from fl_lightning.models import MLP
 
@@ -120,10 +122,23 @@ def next_masks_of(run, client):
     return {name: unpack_mask(run.memory[client]["next_masks"][name], shape) for name, shape in shapes.items()}
 
 
+class Published(RoundCallback):
+    """Keep what each client has published, and its next masks, before each round and at the end."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round_start(self, run, participants):
+        clients = range(run.clients)
+        self.rounds.append(([published_weights(run, k) for k in clients], [next_masks_of(run, k) for k in clients]))
+
+    def on_fit_end(self, run):
+        self.on_round_start(run, ())
+
+
 def test_before_round_1_each_client_has_the_initial_weights_in_its_own_mask(tmp_path):
     run = experiment(tmp_path, DisPFL(dense_ratio=0.3))
-    run._build()
-    run._begin(None, None, None)
+    run.check()
     publish(run)
     start = run.worker.template.backbone.state_dict()
     size = sum(value.numel() for value in start.values())
@@ -152,8 +167,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         )
         for name in "ab"
     )
-    start._build()
-    start._begin(None, None, None)
+    start.check()
     publish(start)
     local = copy.deepcopy(start.worker.template.backbone)
     trained, masks = zip(*(published_weights(start, k) for k in range(4)), strict=True)
@@ -199,14 +213,10 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 def test_a_round_equals_the_algorithm_by_hand(tmp_path, regrow):
     lr, rate, cpu = 0.1, 0.4, {"accelerator": "cpu", "max_epochs": 2}
     method = DisPFL(dense_ratio=0.4, prune_rate=rate, search_rounds=10, regrow=regrow, graph=Ring())
-    run = experiment(tmp_path, method, clients_per_round=6, rounds=2, batch_size=10_000, optimizer=PLAIN, trainer=cpu)
-    run._build()
-    run._begin(None, None, None)
-    publish(run)
-    for round in (1, 2):
-        before = {k: published_weights(run, k) for k in range(6)}
-        masks = {k: next_masks_of(run, k) for k in range(6)}
-        run._run_round(round)
+    options = {"clients_per_round": 6, "rounds": 2, "batch_size": 10_000, "optimizer": PLAIN, "trainer": cpu}
+    run = experiment(tmp_path, method, callbacks=[seen := Published()], **options)
+    run.fit()
+    for round, ((before, masks), (after, following_masks)) in enumerate(pairwise(seen.rounds), start=1):
         for k in (0, 3):
             x, y = samples_of(run, k)
             around = [k, (k - 1) % 6, (k + 1) % 6]
@@ -221,13 +231,13 @@ def test_a_round_equals_the_algorithm_by_hand(tmp_path, regrow):
                 with torch.no_grad():
                     for name, p in network.named_parameters():
                         p *= masks[k][name]
-            weights, trained_in = published_weights(run, k)
+            weights, trained_in = after[k]
             torch.nn.functional.cross_entropy(network(x), y).backward()
             alpha = rate / 2 * (1 + math.cos(math.pi * (round - 1) / 10))
             for name, p in network.named_parameters():
                 assert torch.equal(trained_in[name], masks[k][name])
                 torch.testing.assert_close(weights[name], p.detach(), rtol=1e-9, atol=1e-9)
-                following = next_masks_of(run, k)[name]
+                following = following_masks[k][name]
                 assert following.sum() == trained_in[name].sum()
                 few = math.ceil(alpha * int(following.sum()))
                 if regrow == "none":

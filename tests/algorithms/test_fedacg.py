@@ -4,15 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    assert_near,
-    descend,
-    experiment,
-    in_float64,
-    same_bytes,
-    weights_after,
-)
+from experiments import UNEQUAL, assert_near, descend, experiment, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

@@ -7,15 +7,7 @@ from functools import partial
 import pytest
 import torch
 from aggregation import finish
-from experiments import (
-    UNEQUAL,
-    NormMLP,
-    descend,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-)
+from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, same_bytes
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

@@ -4,14 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    NormMLP,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-)
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
 from loops import assert_equals_loop, cross_entropy_steps, rounds_by_hand
 from torch import nn
 

@@ -3,14 +3,7 @@
 import copy
 
 import pytest
-from experiments import (
-    UNEQUAL,
-    descend,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-)
+from experiments import UNEQUAL, descend, experiment, finished, in_float64, same_bytes
 from loops import assert_equals_loop, steps_of
 from torch import nn
 from torch.nn import functional as F
@@ -132,6 +125,6 @@ def test_a_pattern_without_a_normalization_layer_is_refused_with_the_layers_of_t
 
 
 def test_a_model_without_batchnorm_is_refused_before_round_1(tmp_path):
-    with pytest.raises(ConfigError, match=r"^model: FedBN keeps BatchNorm layers on their client, and MLP has none"):
+    with pytest.raises(ConfigError, match=r"^model: FedBN .*MLP"):
         experiment(tmp_path / "run", FedBN(), model=MLP).fit()
     assert not (tmp_path / "run").exists()

@@ -51,10 +51,7 @@ def mixed_module(own, previous, sent, validation=((X, Y),), training=((X, Y),)):
     method = FedFomo()
     module = method.client_module(SMALL())
     download = bundle({j: Message.pack({"model": weights}, n_samples=7) for j, weights in sent.items()})
-    memory = {
-        fomo.UPLOADED: message_to_tensors(Message.pack({"model": own}, n_samples=3)),
-        fomo.PREVIOUS: previous,
-    }
+    memory = {fomo.UPLOADED: message_to_tensors(Message.pack({"model": own}, n_samples=3)), fomo.PREVIOUS: previous}
     method.receive(module, download, memory)
     module.eval()
     method.prepare(module, list(training), list(validation))

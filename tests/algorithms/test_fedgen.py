@@ -183,7 +183,7 @@ def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
         def __init__(self, in_shape, num_classes):
             super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
 
-    with pytest.raises(ConfigError, match=r"^model: this method reads features, and Plain does not name its head"):
+    with pytest.raises(ConfigError, match=r"^model: .*Plain"):
         experiment(tmp_path / "run", FedGen(), model=Plain).fit()
     assert not (tmp_path / "run").exists()
 

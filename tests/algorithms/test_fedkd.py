@@ -8,11 +8,11 @@ import torch
 from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, record_rounds, same_bytes
 from loops import assert_equals_loop, steps_of
 from peers import mean_by_hand
-from test_fml import ALL, MEME, RECEIVED, SMALL, kl_div
+from test_fml import MEME, SMALL, kl_div
 from torch import nn
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedAvg, FedKD, Local
+from fl_lightning.algorithms import FedKD
 from fl_lightning.algorithms.personalized import fedkd as kd
 from fl_lightning.algorithms.personalized import fml
 from fl_lightning.core.errors import ConfigError
@@ -132,22 +132,6 @@ def test_with_all_energy_or_without_finite_numbers_entries_are_sent_as_they_are(
 
 
 # --- The method ---
-
-
-@pytest.mark.filterwarnings("ignore:.* contain initial weights")
-@pytest.mark.thorough
-def test_without_distillation_and_compression_the_networks_are_those_of_fedavg_and_local(tmp_path):
-    run = finished(tmp_path / "kd", FedKD(distillation=0.0, **WHOLE), evaluation=RECEIVED, **ALL)
-    avg = finished(tmp_path / "avg", FedAvg(), evaluation=RECEIVED, **ALL)
-    local = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **ALL)
-    assert same_bytes(run.state["model"], avg.state["model"])
-    for client in range(6):  # also clients that never took part
-        mine, theirs = (each.client_module(client).backbone.state_dict() for each in (run, local))
-        assert same_bytes(dict(mine), dict(theirs))
-    for mine, shared, own in zip(run.csv.rows, avg.csv.rows, local.csv.rows, strict=True):
-        assert mine["client/acc_mean"] == own["client/acc_mean"]
-        for name in ("global/acc", "global/loss", "comm/total_bytes"):
-            assert mine[name] == shared[name]
 
 
 def compressed(after, before, energy):

@@ -4,14 +4,7 @@ import math
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    descend,
-    experiment,
-    in_float64,
-    same_bytes,
-    weights_after,
-)
+from experiments import UNEQUAL, descend, experiment, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import CalibratedLoss, FedLC

@@ -5,16 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import (
-    NoDropout,
-    assert_near,
-    digits,
-    experiment,
-    finished,
-    full_batch,
-    in_float64,
-    weights_after,
-)
+from experiments import NoDropout, assert_near, digits, experiment, finished, full_batch, in_float64, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

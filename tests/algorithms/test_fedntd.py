@@ -4,15 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    NormMLP,
-    descend,
-    experiment,
-    in_float64,
-    same_bytes,
-    weights_after,
-)
+from experiments import UNEQUAL, NormMLP, descend, experiment, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, rounds_by_hand
 from torch.nn import functional as F
 

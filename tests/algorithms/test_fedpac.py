@@ -5,16 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    descend,
-    digits,
-    experiment,
-    in_float64,
-    local_batches,
-    same_bytes,
-    samples_of,
-)
+from experiments import UNEQUAL, descend, digits, experiment, in_float64, local_batches, same_bytes, samples_of
 from loops import assert_equals_loop
 from torch.nn import functional as F
 

@@ -70,7 +70,7 @@ def test_a_part_is_matched_by_its_whole_name(tmp_path):
 @pytest.mark.parametrize("part", ["heads", "encoder.0", ""])
 def test_an_unknown_part_is_refused_before_round_1(tmp_path, part):
     run = experiment(tmp_path, FedPer(personal=["head", part]))
-    with pytest.raises(ConfigError, match=rf"algorithm.personal: '{part}' is no part of MLP with weights; it has enc"):
+    with pytest.raises(ConfigError, match=rf"^algorithm.personal: '{part}' .*enc"):
         run.fit()
     assert not run.round
 

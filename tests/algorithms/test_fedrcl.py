@@ -131,7 +131,7 @@ def test_the_levels_of_plain_networks_are_their_hidden_layers():
 def test_levels_can_be_named():
     net = ResNet18((3, 8, 8), 10)
     assert level_taps(net, ["encoder.layer2", "encoder.conv1"]) == ("encoder.layer2.1.relu", "encoder.conv1")
-    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no 'layer2'; it has, for example, encoder"):
+    with pytest.raises(ConfigError, match=r"^algorithm.levels: .*'layer2'.*encoder"):
         level_taps(net, ["layer2"])
     with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no ReLU layer"):
         level_taps(FastText((5,), 3))

@@ -5,14 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    descend,
-    experiment,
-    finished,
-    in_float64,
-    samples_of,
-)
+from experiments import UNEQUAL, descend, experiment, finished, in_float64, samples_of
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

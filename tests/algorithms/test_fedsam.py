@@ -5,16 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    NoDropout,
-    NormMLP,
-    experiment,
-    finished,
-    in_float64,
-    same_bytes,
-    weights_after,
-)
+from experiments import UNEQUAL, NoDropout, NormMLP, experiment, finished, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

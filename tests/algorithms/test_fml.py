@@ -5,33 +5,32 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import SGD, UNEQUAL, NormMLP, descend, experiment, finished, in_float64, same_bytes, samples_of
+from experiments import (
+    ALL_OPTIONS,
+    RECEIVED,
+    SGD,
+    UNEQUAL,
+    NormMLP,
+    descend,
+    experiment,
+    finished,
+    in_float64,
+    same_bytes,
+    samples_of,
+)
 from loops import assert_equals_loop, steps_of
 from methods import assert_same_run
 from peers import mean_by_hand
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import ExponentialLR
 
-from fl_lightning.algorithms import FML, FedAvg, Local
+from fl_lightning.algorithms import FML, FedAvg, FedKD, Local
 from fl_lightning.algorithms.personalized import fml
 from fl_lightning.analysis.export import described_model
 from fl_lightning.cli.commands.export import describe_model
 from fl_lightning.core.errors import ClientFailure, ConfigError
-from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
-RECEIVED = Evaluation(client_model="received")
 SMALL, MEME = partial(MLP, hidden=(16,)), partial(MLP, hidden=(6, 5))
-# Dropout, BatchNorm, momentum, a schedule in the fit and over rounds, clipping.
-ALL = {
-    "model": NormMLP,
-    "rounds": 2,
-    "clients_per_round": 2,
-    "lr_scheduler": partial(ExponentialLR, gamma=0.5),
-    "round_lr_scheduler": partial(ExponentialLR, gamma=0.9),
-    "trainer": {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 0.3},
-    "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-}
 
 
 def divergence(logits, teacher):
@@ -69,10 +68,12 @@ def test_the_loss_is_a_mixture_of_labels_and_the_other_networks_outputs():
 
 @pytest.mark.filterwarnings("ignore:.* contain initial weights")
 @pytest.mark.thorough
-def test_without_distillation_the_networks_are_those_of_fedavg_and_local(tmp_path):
-    run = finished(tmp_path / "fml", FML(alpha=1.0, beta=1.0), evaluation=RECEIVED, **ALL)
-    avg = finished(tmp_path / "avg", FedAvg(), evaluation=RECEIVED, **ALL)
-    local = finished(tmp_path / "local", Local(), evaluation=RECEIVED, **ALL)
+@pytest.mark.parametrize("method", [FML(alpha=1, beta=1), FedKD(distillation=0, energy_start=1, energy_end=1)])
+def test_without_distillation_the_networks_are_those_of_fedavg_and_local(tmp_path, method):
+    run, avg, local = (
+        finished(tmp_path / str(number), algorithm, evaluation=RECEIVED, **ALL_OPTIONS)
+        for number, algorithm in enumerate((method, FedAvg(), Local()))
+    )
     assert same_bytes(run.state["model"], avg.state["model"])
     for client in range(6):  # also clients that never took part
         mine, theirs = (each.client_module(client).backbone.state_dict() for each in (run, local))
@@ -193,7 +194,7 @@ def test_a_diverged_own_network_is_reported(tmp_path):
 
 def test_accumulated_gradients_are_refused(tmp_path):
     run = experiment(tmp_path / "run", FML(), trainer={"accelerator": "cpu", "accumulate_grad_batches": 2})
-    with pytest.raises(ConfigError, match=r"^trainer\.accumulate_grad_batches: FML needs one step per batch"):
+    with pytest.raises(ConfigError, match=r"^trainer\.accumulate_grad_batches: FML"):
         run.fit()
 
 

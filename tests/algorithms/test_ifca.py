@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import IFCA, ClusterMeans
 from fl_lightning.algorithms.clustered.ifca import best_cluster
+from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.received_loss import mean_loss
 from fl_lightning.client.weights import reinitialised
@@ -63,12 +64,13 @@ def test_reinitialising_changes_neither_the_backbone_nor_torchs_random_state():
 
 
 def test_with_identical_models_all_clients_choose_the_first(tmp_path):
-    run = experiment(tmp_path, IFCA(clusters=3))
-    run._build()
-    run._begin(None, None, None)
-    start = run.state["model"]
-    run.server.state |= {f"cluster_{j}": start for j in range(3)}
-    run._run_round(1)
+    class SameModels(RoundCallback):
+        def on_round_start(self, run, participants):
+            run.server.state |= {f"cluster_{j}": run.state["model"] for j in range(3)}
+
+    run = experiment(tmp_path, IFCA(clusters=3), rounds=1, callbacks=[SameModels()])
+    run.fit()
+    start = run.worker.template.backbone.state_dict()
     assert run.state["choices"]["cluster"].tolist() == [0] * 4
     assert run.state["choices"]["client"].tolist() == run.server.participants(1)
     assert all(same_bytes(run.state[f"cluster_{j}"], start) for j in (1, 2))
@@ -81,7 +83,7 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, shared):
     k = 3
     run = experiment(tmp_path / "run", IFCA(clusters=k, shared_layers=shared), model=NoDropout, **UNEQUAL)
     start = experiment(tmp_path / "start", IFCA(clusters=k, shared_layers=shared), model=NoDropout, **UNEQUAL)
-    start._build()
+    start.check()
 
     def cluster_of(state, j):
         return state[f"cluster_{j}"] | {n: v for n, v in state["model"].items() if n.startswith(shared)}

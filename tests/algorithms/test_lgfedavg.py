@@ -2,14 +2,7 @@
 
 import copy
 
-from experiments import (
-    UNEQUAL,
-    descend,
-    experiment,
-    in_float64,
-    same_bytes,
-    weights_after,
-)
+from experiments import UNEQUAL, descend, experiment, in_float64, same_bytes, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

@@ -67,10 +67,7 @@ def test_the_meta_gradient_of_a_quadratic_is_exact(size, alpha, delta, seed):
     shrunk = torch.eye(size, dtype=torch.float64) - alpha * a
     for found, expected in (
         (per.meta_gradient(lambda at, _: {"w": a @ at["w"]}, {"w": w}, "01", alpha), a @ shrunk @ w),
-        (
-            per.meta_gradient(lambda at, _: {"w": a @ at["w"]}, {"w": w}, "012", alpha, delta),
-            shrunk @ a @ shrunk @ w,
-        ),
+        (per.meta_gradient(lambda at, _: {"w": a @ at["w"]}, {"w": w}, "012", alpha, delta), shrunk @ a @ shrunk @ w),
     ):
         torch.testing.assert_close(found["w"], expected, rtol=1e-6, atol=1e-6 * (1 + float(a.norm()) ** 3))
 

@@ -4,13 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments import (
-    UNEQUAL,
-    NoDropout,
-    assert_near,
-    experiment,
-    in_float64,
-)
+from experiments import UNEQUAL, NoDropout, assert_near, experiment, in_float64
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 

@@ -328,7 +328,7 @@ def test_an_empty_round_is_a_noise_step(tmp_path, engine):
         for name, value in run.state["model"].items():
             torch.testing.assert_close(value, whole.state["model"][name], atol=1e-4, rtol=1e-4)
     first = experiment(tmp_path / "first", private(delta=0.1), **EMPTY | {"rounds": 1})
-    first._build()
+    first.check()
     initial = vector(first.state["model"])
     first.fit()
     assert (vector(first.state["model"]) - initial).std() == pytest.approx(1.0, rel=0.1)

@@ -190,5 +190,5 @@ TERMS_ON_FEATURES = (
 
 @pytest.mark.parametrize("term", TERMS_ON_FEATURES)
 def test_a_term_on_features_refuses_a_model_that_is_no_backbone(term):
-    with pytest.raises(ConfigError, match=r"^model: this method reads features, and Linear does not name its head"):
+    with pytest.raises(ConfigError, match=r"^model: .*Linear"):
         ClientModule(nn.Linear(4, 3), [term()]).on_fit_start()

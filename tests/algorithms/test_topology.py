@@ -91,7 +91,7 @@ def test_adjacency_reads_the_file_without_self_links(tmp_path, form):
 def test_a_matrix_of_wrong_size_or_numbers_is_refused(tmp_path, content):
     path = tmp_path / "graph.txt"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"algorithm.graph.path: .*graph.txt must hold 3 rows of 3 zeros and ones"):
+    with pytest.raises(ConfigError, match=r"^algorithm.graph.path: .*graph.txt .* 3 rows"):
         Adjacency(str(path)).links(3, np.random.default_rng(0))
 
 
@@ -114,7 +114,7 @@ def test_an_unreadable_file_is_named(tmp_path, name, content):
 
 def test_a_missing_file_is_refused_before_round_1(tmp_path):
     run = experiment(tmp_path / "run", PeerAlgorithm(graph=Adjacency("nowhere.txt")))
-    with pytest.raises(ConfigError, match=r"algorithm.graph.path: nowhere.txt cannot be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"^algorithm.graph.path: nowhere.txt .*No such file"):
         run.fit()
     assert not (tmp_path / "run").exists()
 

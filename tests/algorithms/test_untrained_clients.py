@@ -7,6 +7,7 @@ import pytest
 import torch
 from experiments import (
     ONE_EPOCH,
+    RECEIVED,
     client_series,
     digits,
     experiment,
@@ -22,7 +23,6 @@ from fl_lightning.algorithms import FedALA, FedFomo, FedPer, Local, PeerAlgorith
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.evaluation.evaluation import Evaluation
 
-RECEIVED = Evaluation(client_model="received")
 WARNING = "contain initial weights, because their clients have not trained yet"
 
 OWN_WEIGHTS = {  # methods in which a client has weights of its own
@@ -34,7 +34,7 @@ OWN_WEIGHTS = {  # methods in which a client has weights of its own
     "many clients",
 }
 ALWAYS_INITIAL = {  # also trained clients have the initial head, cores, factors or statistics
-    *("APPLE", "FFALoRA", "FedBABU", "dropped buffers"),
+    *("APPLE", "FFALoRA", "FedBABU", "dropped buffers")
 }
 FAST = ("Ditto", "FedFomo", "PFedMe", "UAPDFL")
 CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS]
@@ -44,8 +44,7 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:evaluation.(new_)?client_model.
 
 def models_of(run, worker):
     """Return the received model of each client, as a worker evaluates it."""
-    downloads = list(run.server.downloads(run.round + 1, range(run.clients)))
-    tasks = run.evaluator._tasks(run.round, range(run.clients), downloads)
+    tasks = (replace(task_of_round(run, run.round + 1, client), round=run.round) for client in range(run.clients))
     return [dict(worker.modules.personalize(task).backbone.state_dict()) for task in tasks]
 
 

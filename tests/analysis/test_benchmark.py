@@ -160,9 +160,7 @@ def test_a_wrong_file_is_refused(more, message, tmp_path):
 
 def test_a_missing_file_is_refused_with_the_included_ones():
     assert benchmark_path("digits").name == "digits.yaml"
-    with pytest.raises(
-        ConfigError, match=r"^benchmark: digit is neither a file here nor an included benchmark. Did you"
-    ):
+    with pytest.raises(ConfigError, match=r"^benchmark: digit .*Did you"):
         benchmark_path("digit")
 
 
@@ -505,7 +503,7 @@ def test_private_methods_are_tuned_and_their_epsilon_needs_a_goal(tmp_path, monk
     assert done.code == 0, done.err
     (folder,) = Path("runs/benchmarks/p/runs").glob("*/*/Private/seed_0-*")
     assert float(rows(folder)[-1]["privacy/epsilon"]) > 0
-    with pytest.raises(ConfigError, match="table: goal: which values of privacy/epsilon are better is not known"):
+    with pytest.raises(ConfigError, match=r"table: goal: .*privacy/epsilon"):
         read_benchmark(small_benchmark("e", {}, "privacy/epsilon", {"Private": private}))
 
 
@@ -517,29 +515,24 @@ def results_below(folder: Path) -> dict[str, dict[str, bytes | list[bytes]]]:
 
 @pytest.mark.thorough
 def test_a_killed_benchmark_gives_the_bytes_of_an_uninterrupted_one(tmp_path, monkeypatch):
-    """The command is killed while it tunes, and again after some of the last runs are there."""
+    """The command is killed in the middle of a trial."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     table = {"metric": "global/acc", "methods": ["FedAvg"]}
     content = {"config": "tiny.yaml", "tables": {"global": table}, "search": {"optimizer.lr": LOG}}
-    content |= {"tuning": {"trials": 2, "seeds": [9]}, "seeds": [0, 1]}
+    content |= {"tuning": {"trials": 2, "seeds": [9]}, "seeds": [0]}
     Path("b.yaml").write_text(yaml.safe_dump(content))
     words = ["benchmark", "b.yaml", "--threads", "1", "--out"]
     assert run(*words, "whole").code == 0
-    for begun in ("tuning/**/seed_9-*/config.yaml", "runs/**/seed_0-*/final/summary.json"):
-        process = subprocess.Popen([sys.executable, "-m", "fl_lightning", *words, "killed"], stdout=subprocess.DEVNULL)
-        while not any(Path("killed").glob(begun)):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+    process = subprocess.Popen([sys.executable, "-m", "fl_lightning", *words, "killed"], stdout=subprocess.DEVNULL)
+    while not any(Path("killed").glob("tuning/**/seed_9-*/config.yaml")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
     assert run(*words, "killed").code == 0
     assert results_below(Path("killed")) == results_below(Path("whole"))
-    assert {Path(name).name.partition("-")[0] for name in results_below(Path("whole"))} == {
-        "seed_0",
-        "seed_1",
-        "seed_9",
-    }
+    assert {Path(name).name.partition("-")[0] for name in results_below(Path("whole"))} == {"seed_0", "seed_9"}
 
 
 @pytest.mark.thorough

@@ -266,11 +266,7 @@ def test_the_best_of_a_loss_is_the_lowest(tmp_path):
 
 @pytest.mark.parametrize(
     ("metric", "best"),
-    [
-        ("client/r2_score_mean", 0.5),
-        ("global/mean_absolute_error", 0.25),
-        ("client/tweedie_deviance_score_mean", 0.25),
-    ],
+    [("client/r2_score_mean", 0.5), ("global/mean_absolute_error", 0.25), ("client/tweedie_deviance_score_mean", 0.25)],
 )
 def test_the_best_is_the_lowest_of_errors_and_the_highest_of_scores(tmp_path, metric, best):
     write(tmp_path, accs=[0.5, 0.25, 0.375], name=metric)
@@ -404,13 +400,13 @@ def test_the_reference_may_be_any_group(tmp_path):
     assert comparison.groups[1].difference.mean == pytest.approx(0.12 - 0.15)
     same = compare_folder(tmp_path, reference={"algorithm": "FedSKC", "tau": 0.1})  # all groups have this algorithm
     assert (same.reference, group_names(same)) == ("tau=0.1", ["0.1", "0.08"])
-    with pytest.raises(ConfigError, match=r"--reference: algorithm is not among the settings that differ. Use"):
+    with pytest.raises(ConfigError, match=r"^--reference: algorithm "):
         compare_folder(tmp_path, reference={"algorithm": "FedDW", "tau": 0.1})
     with pytest.raises(ConfigError, match=r"--reference: no group has tau=0.2. Available: 0.08, 0.1"):
         compare_folder(tmp_path, reference={"tau": 0.2})
-    with pytest.raises(ConfigError, match=r"--reference: optimizer.lr is not among the settings that differ. Use"):
+    with pytest.raises(ConfigError, match=r"^--reference: optimizer.lr "):
         compare_folder(tmp_path, reference={"lr": 0.1})
-    with pytest.raises(ConfigError, match=r"--reference: no run has a setting 'ta'\. Did you mean tau"):
+    with pytest.raises(ConfigError, match=r"^--reference: .*'ta'.* tau"):
         compare_folder(tmp_path, reference={"ta": 0.1})
 
 

@@ -161,7 +161,7 @@ def test_a_used_up_quota_is_no_failure_of_the_job(number, here):
     (folder / "log.txt").write_text(f"round 1/1\nfl-lightning: error: {reason}\n")
     process = SimpleNamespace(join=lambda: None, exitcode=1)
     with pytest.raises(DiskFull, match=os.strerror(number)):
-        executor._RunningJob(Job(folder, ()), process).result()
+        executor.RunningJob(Job(folder, ()), process).result()
     assert not (folder / "failed.txt").exists()
 
 
@@ -203,7 +203,7 @@ def test_cores_are_shared_among_workers(workers, variable, each, monkeypatch):
     monkeypatch.setattr(os, "environ", {"OLD": "1"})
     monkeypatch.setattr("fl_lightning.engines.processes.usable_cores", lambda: 7)
     environment = {"NEW": "2"} | ({} if variable is None else {"OMP_NUM_THREADS": variable})
-    executor._set_environment(environment, workers, None)
+    executor.set_environment(environment, workers, None)
     assert given == [each]
     assert os.environ == {"NEW": "2", "OMP_NUM_THREADS": str(each)}
 

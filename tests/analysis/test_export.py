@@ -338,7 +338,7 @@ class Branching(nn.Module):
 def test_a_trace_that_gives_other_outputs_is_not_written(tmp_path):
     x = torch.ones(5, 4)
     x[-1] = -1
-    with pytest.raises(ConfigError, match=r"-o: Branching gives other outputs as TorchScript. Use one of .pt, .onnx"):
+    with pytest.raises(ConfigError, match=r"^-o: Branching .*\.pt, \.onnx"):
         write_network(Network(Branching(), {"class_path": "a.Branching"}, (4,), 2, x), tmp_path / "m.ts")
     assert not list(tmp_path.iterdir())
 
@@ -349,7 +349,7 @@ def test_a_network_that_a_format_cannot_hold_is_refused(tmp_path):
     skip_without_packages(".onnx")
     ids = torch.randint(1, 50, (4, 12))
     network = Network(BiLSTM((12,), 3, vocab_size=50), {"class_path": "fl_lightning.models.BiLSTM"}, (12,), 3, ids)
-    with pytest.raises(ConfigError, match=r"^-o: BiLSTM cannot be written as ONNX \(\w+; .*\). Use one of .pt, .ts"):
+    with pytest.raises(ConfigError, match=r"^-o: BiLSTM .*\(\w+; .*\)\. .*\.pt, \.ts"):
         write_network(network, tmp_path / "m.onnx")
     write_network(network, tmp_path / "m.ts")
     ids[2, 3:] = 0

@@ -29,13 +29,7 @@ from fl_lightning.analysis.study.paper_table import (
     settings_of,
     table_jobs,
 )
-from fl_lightning.analysis.study.reproduction import (
-    Cell,
-    Reproduction,
-    margin_needed,
-    rank_correlations,
-    read_cell,
-)
+from fl_lightning.analysis.study.reproduction import Cell, Reproduction, margin_needed, rank_correlations, read_cell
 from fl_lightning.analysis.study.reproduction_table import (
     as_csv,
     as_markdown,

@@ -185,8 +185,7 @@ def test_aggregation_weights_reproduce_the_shared_model(tmp_path, algorithm):
 def test_figures_of_test_samples_refuse_a_test_set_of_other_classes(tmp_path, figure):
     """Labels of few-shot test samples count other classes, and would be drawn as those of the training samples."""
     run = experiment(tmp_path, callbacks=[one := figure()])
-    run._build()
-    one.check(run)
+    run.check()
     run.data.data.evaluate = lambda module, batches: None
     with pytest.raises(ConfigError, match=rf"callbacks: {figure.__name__}: .*other classes"):
         one.check(run)

@@ -10,16 +10,7 @@ import torch
 from experiments import experiment
 from rich.console import Console
 
-from fl_lightning.algorithms import (
-    SCAFFOLD,
-    FedAvgM,
-    FedProto,
-    FedRep,
-    FedSKC,
-    Local,
-    PeerAlgorithm,
-    Proximal,
-)
+from fl_lightning.algorithms import SCAFFOLD, FedAvgM, FedProto, FedRep, FedSKC, Local, PeerAlgorithm, Proximal
 from fl_lightning.callbacks import RoundProgress
 from fl_lightning.compression import Float16, TopK
 from fl_lightning.data import IID, Scenario, Table

@@ -36,7 +36,7 @@ def _fill_empty_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker_and_task(tmp_path: Any, algorithm: Any = None, **options: Any) -> tuple[Worker, Task]:
     """Return a worker, and a client's task of round 1."""
     run = experiment(tmp_path, algorithm, **options)
-    run._build()
+    run.check()
     if not run.algorithm.server:
         publish(run)
     return run.worker, task_of_round(run, 1, run.server.participants(1)[0])

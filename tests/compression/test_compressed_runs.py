@@ -98,12 +98,7 @@ def test_residuals_are_client_state_only_with_feedback(tmp_path):
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("compressor", [TopK(keep=0.1), RandomK(keep=0.1), QSGD(levels=3)], ids=name_of)
 def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, compressor, store):
-    options = {
-        "trainer": ONE_EPOCH,
-        "compression": compressor,
-        "download_compression": QSGD(),
-        "client_store": store,
-    }
+    options = {"trainer": ONE_EPOCH, "compression": compressor, "download_compression": QSGD(), "client_store": store}
     whole = finished(tmp_path / "whole", rounds=4, **options)
     finished(tmp_path / "parts", rounds=2, **options)
     rest = experiment(tmp_path / "parts", rounds=4, **options)
@@ -235,22 +230,23 @@ EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.thoroug
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(("key", "compressor"), [("compression", TopK(keep=0.1)), ("download_compression", Float16())])
-def test_each_method_trains_or_is_refused_by_name(tmp_path, name, key, compressor):
+def test_each_method_trains_or_is_refused_by_name(tmp_path, name):
     method, options = METHODS[name]
-    algorithm = method()
-    run = experiment(tmp_path, algorithm, **options | SMALL | {key: compressor})
-    refused = REFUSED if key == "compression" else REFUSED_DOWN
-    if not algorithm.server or name in refused:
-        with pytest.raises(ConfigError, match=rf"^{key}: {type(algorithm).__name__} "):
-            run.check()
-        return
-    run.fit()
-    dense = experiment(tmp_path / "dense", method(), **options | SMALL)
-    dense.fit()
-    way = "up" if key == "compression" else "down"
-    assert run.csv.rows[0][f"comm/{way}_bytes"] < dense.csv.rows[0][f"comm/{way}_bytes"]
-    assert untimed(run.csv.rows)[0].keys() == untimed(dense.csv.rows)[0].keys()
+    compressors = {"compression": TopK(keep=0.1), "download_compression": Float16()}
+    for key, names in (("compression", REFUSED), ("download_compression", REFUSED_DOWN)):
+        algorithm = method()
+        if not algorithm.server or name in names:
+            run = experiment(tmp_path, algorithm, **options | SMALL | {key: compressors.pop(key)})
+            with pytest.raises(ConfigError, match=rf"^{key}: {type(algorithm).__name__} "):
+                run.check()
+    if compressors:
+        row, dense = (
+            untimed(finished(tmp_path / str(len(more)), method(), **options | SMALL | more).csv.rows)[0]
+            for more in (compressors, {})
+        )
+        assert ("compression" in compressors) == (row["comm/up_bytes"] < dense["comm/up_bytes"])
+        assert ("download_compression" in compressors) == (row["comm/down_bytes"] < dense["comm/down_bytes"])
+        assert row.keys() == dense.keys()
 
 
 @pytest.mark.parametrize("compressor", [TopK(), RandomK(), SignSGD()], ids=name_of)
@@ -264,8 +260,9 @@ def test_compressors_that_need_residuals_are_refused_for_downloads(tmp_path, com
 
 @pytest.mark.thorough
 def test_top_k_with_feedback_reaches_fedavg_and_without_it_does_not(tmp_path):
-    """Run the first seed of the table in docs/compression.md, without evaluation before the last round."""
-    words = ["--rounds", "200", "--trainer.max_epochs", "1", "--evaluation.every", "200", "--logger", "null"]
+    """Run the experiment of docs/compression.md with fewer steps: one or two per client, and half of the rounds."""
+    words = ["--rounds", "100", "--trainer.max_epochs", "1", "--batch_size", "128", "--optimizer.lr", "0.5"]
+    words += ["--evaluation.every", "100", "--logger", "null"]
 
     def accuracy(name, *options):
         folder = tmp_path / name
@@ -274,8 +271,8 @@ def test_top_k_with_feedback_reaches_fedavg_and_without_it_does_not(tmp_path):
 
     dense, kept = accuracy("dense"), accuracy("kept", "--compression", "TopK")
     lost = accuracy("lost", "--compression", "TopK", "--compression.feedback", "false")
-    assert kept > dense - 0.01
-    assert lost < dense - 0.01
+    assert kept > dense - 0.03
+    assert lost < dense - 0.08
 
 
 def test_what_attackers_send_is_compressed_too(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ DECLARED = {
     "starts_alike": {"AFL", "FedDGGA", "QFFL"},  # their `prepare` only computes a loss
     "releases_only_model": {"PFedMe"},  # its `upload` sends the local model
     "only_steps_read_data": {  # their `upload` sends weights and numbers of steps
-        *("FedCM", "FedDC", "FedExLoRA", "FLoRA", "FlexLoRA", "Local", "MoFedSAM", "RoLoRA", "SCAFFOLD"),
+        *("FedCM", "FedDC", "FedExLoRA", "FLoRA", "FlexLoRA", "Local", "MoFedSAM", "RoLoRA", "SCAFFOLD")
     },
     "is_mean": {*MEANS.split(), "SignGuard", "TrimmedMean", "WeightedMean"},
 }

@@ -332,7 +332,7 @@ def test_a_partition_of_classes_refuses_other_labels(partition):
 
 
 def test_a_long_tail_needs_classes():
-    with pytest.raises(ConfigError, match=r"scenario.long_tail: subsamples classes, but the labels are for"):
+    with pytest.raises(ConfigError, match=r"^scenario.long_tail: "):
         made("one number", long_tail=10).build(0)
 
 
@@ -372,7 +372,7 @@ def test_wrong_labels_are_refused(objective, labels, outputs, message):
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match=r"scenario.objective.label_smoothing: 1 is outside \[0, 1\)"):
         Classification(label_smoothing=1)
-    with pytest.raises(ConfigError, match=r"scenario.objective.criterion: 'rmse' is not one of mse, l1, huber"):
+    with pytest.raises(ConfigError, match=r"^scenario.objective.criterion: 'rmse'"):
         Regression("rmse")
 
 

@@ -97,12 +97,7 @@ def test_iou_and_dice_are_those_of_all_used_pixels(batch):
 
 @pytest.mark.parametrize(
     "labels",
-    [
-        torch.zeros(2, dtype=torch.int64),
-        torch.zeros(2, 4, 4),
-        torch.full((2, 4, 4), C),
-        torch.full((2, 4, 4), -1),
-    ],
+    [torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, 4), torch.full((2, 4, 4), C), torch.full((2, 4, 4), -1)],
 )
 def test_other_labels_are_refused(labels):
     with pytest.raises(ValueError, match=r"mask|out of range"):

@@ -71,5 +71,5 @@ def test_a_supported_option_reaches_the_trainer(name, tmp_path, monkeypatch):
 
 
 def test_an_unknown_option_is_refused_with_all_supported_ones(tmp_path):
-    with pytest.raises(ConfigError, match=r"^trainer.frobnicate: A client's fit does not support it. Available: acc"):
+    with pytest.raises(ConfigError, match=r"^trainer.frobnicate: .*Available: acc"):
         experiment(tmp_path, trainer={"frobnicate": 1}).fit()

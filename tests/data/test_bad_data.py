@@ -151,8 +151,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(
-    ("name", "file"),
-    [pytest.param(*one, marks=() if one[1] in FAST_FILES else pytest.mark.thorough) for one in FILES],
+    ("name", "file"), [pytest.param(*one, marks=() if one[1] in FAST_FILES else pytest.mark.thorough) for one in FILES]
 )
 def test_the_message_names_a_damaged_file_and_the_damage(
     name: str, file: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,8 +187,7 @@ def test_only_the_missing_files_are_named(
 
 
 @pytest.mark.parametrize(
-    "dataset",
-    [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, PathMNIST, TinyImageNet, AGNews, IMDB, FEMNIST],
+    "dataset", [MNIST, FashionMNIST, EMNIST, CIFAR10, CIFAR100, SVHN, PathMNIST, TinyImageNet, AGNews, IMDB, FEMNIST]
 )
 def test_the_message_about_missing_files_names_folder_and_fix(dataset: type, tmp_path: Path) -> None:
     missing = dataset(data_dir=str(tmp_path))

@@ -166,12 +166,7 @@ def test_data_whose_test_samples_have_no_domain_are_tested_on_a_share_of_each_cl
 
 def test_other_options_of_the_scenario_keep_the_domain_left_out() -> None:
     loaded = Styles().load()
-    for options in (
-        {"local_test": 0.2},
-        {"held_out_clients": 1},
-        {"train_samples": 60},
-        {"validation_share": 0.2},
-    ):
+    for options in ({"local_test": 0.2}, {"held_out_clients": 1}, {"train_samples": 60}, {"validation_share": 0.2}):
         data = Scenario(Styles(), Domains(2, leave_out="sketch"), **options).build(3)
         held = [*data.shards, *data.held_out]
         rows = torch.cat([part for shard in held for part in (shard.train, shard.test)])

@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from layouts import (
-    same,
-    write_cifar,
-    write_emnist,
-    write_mnist,
-    write_pathmnist,
-    write_svhn,
-    write_tiny_imagenet,
-)
+from layouts import same, write_cifar, write_emnist, write_mnist, write_pathmnist, write_svhn, write_tiny_imagenet
 from refusals import refusal
 
 from fl_lightning.data import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, Dataset, FashionMNIST, PathMNIST, TinyImageNet

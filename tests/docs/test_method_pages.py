@@ -76,7 +76,7 @@ def test_the_overview_says_what_methods_send_keep_and_need(reference):
     }
     models = ("FedBN", "Ditto", "IFCA", "PeerAlgorithm", "FedSALoRA", "FedIT")
     assert [rows[name]["models"] for name in models] == [
-        *("per client", "global, per client", "per cluster", "global, per client", "per client", "global"),
+        *("per client", "global, per client", "per cluster", "global, per client", "per client", "global")
     ]
     assert [rows[name]["classes"] for name in ("FedProto", "FedNTD", "FedProx")] == ["needed", "needed", ""]
     assert [rows[name]["engines"] for name in ("Ditto", "FedRep")] == ["not stacked", "all"]
@@ -179,7 +179,7 @@ def test_a_figure_shows_the_methods_of_a_page_and_those_to_compare_with(referenc
 def test_the_clients_models_of_a_figure_are_those_of_the_config(reference, curves):
     kinds = {kind.__name__: kind for kind in METHODS}
     assert [curves.metric_of(kinds[name]) for name in ("FedProx", "Ditto", "FedAMP")] == [
-        *("global/acc", "client/acc_mean", "trained_client/acc_mean"),
+        *("global/acc", "client/acc_mean", "trained_client/acc_mean")
     ]
 
 

@@ -124,7 +124,7 @@ class Distant(SequentialEngine):
 
 def test_the_chosen_engine_looks_for_signals_and_is_closed_at_the_end_only(tmp_path, timed, monkeypatch):
     run, events, engine = experiment(tmp_path), [], AutoEngine()
-    run._build()
+    run.check()
     timed[0][Distant] = 0.001
     monkeypatch.setitem(auto.ENGINES, "processes", lambda: Distant(events))
     monkeypatch.setattr(auto, "usable_cores", lambda: 2)

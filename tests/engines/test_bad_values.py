@@ -267,9 +267,9 @@ def test_a_schedule_with_a_small_minimum_can_be_scaled_over_rounds(tmp_path):
 
 
 def test_a_run_of_ever_so_many_rounds_starts_at_once(tmp_path):
-    started = time.perf_counter()
+    started = time.process_time()
     experiment(tmp_path, rounds=10**12, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.9)).check()
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_a_schedule_that_ends_later_than_was_looked_ends_in_one_line():

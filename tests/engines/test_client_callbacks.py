@@ -268,7 +268,7 @@ def test_averaged_weights_are_refused_by_methods_that_compute_gradients_from_the
 
 
 def test_a_fit_that_takes_no_step_is_the_clients_failure(tmp_path):
-    with pytest.raises(ClientFailure, match=r"client 0, round 1: the fit was over before its first step, ended by one"):
+    with pytest.raises(ClientFailure, match="client 0, round 1: the fit was over before its first step"):
         one_client(tmp_path, Ends()).fit()
 
 

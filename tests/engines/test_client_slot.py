@@ -195,11 +195,7 @@ class TwoTypes(nn.Module):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"algorithm": FedAvg(loss_terms=[Counting(Bank())])},
-        {"model": Shared},
-        {"model": TwoTypes},
-    ],
+    [{"algorithm": FedAvg(loss_terms=[Counting(Bank())])}, {"model": Shared}, {"model": TwoTypes}],
     ids=["an object", "tied weights", "two types"],
 )
 def test_modules_that_no_slot_can_hold_are_built_for_each_client(tmp_path, options):

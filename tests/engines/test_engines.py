@@ -9,15 +9,7 @@ import torch
 from experiments import experiment, same_bytes, task_of_round, untimed
 from task_runners import Backwards
 
-from fl_lightning.algorithms import (
-    UAPDFL,
-    CwFedAvg,
-    DistillingWeights,
-    FedAvg,
-    FedSKC,
-    LocalContrastive,
-    UnitAlignment,
-)
+from fl_lightning.algorithms import UAPDFL, CwFedAvg, DistillingWeights, FedAvg, FedSKC, LocalContrastive, UnitAlignment
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.engines import Engine, SequentialEngine
@@ -149,12 +141,12 @@ class Momentous(torch.optim.SGD):
 @pytest.mark.thorough
 def test_nothing_a_fit_leaves_behind_reaches_the_next(tmp_path):
     run = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
-    run._build()
+    run.check()
     tasks = [task_of_round(run, 1, client) for client in run.server.participants(1)]
     alone = []
     for task in tasks:
         fresh = experiment(tmp_path, FedAvg(loss_terms=[Vandal()]), optimizer=Momentous)
-        fresh._build()
+        fresh.check()
         alone.append(fresh.worker.run(task))
     together = [run.worker.run(task) for task in tasks]
     for one, other in zip(alone, together, strict=True):
@@ -167,10 +159,10 @@ def test_every_piece_of_knowledge_sees_all_of_a_clients_data(tmp_path):
     """Alone or beside others that have gone through the data before it."""
     together = [LocalContrastive(), DistillingWeights(allow_bias=True), UnitAlignment()]
     run = experiment(tmp_path / "together", FedAvg(loss_terms=together), rounds=1)
-    run._build()
+    run.check()
     upload = run.worker.run(replace(task_of_round(run, 1, 0), fit=False)).upload
     for term in together:
         alone = experiment(tmp_path / term.name, FedAvg(loss_terms=[term]), rounds=1)
-        alone._build()
+        alone.check()
         expected = alone.worker.run(replace(task_of_round(alone, 1, 0), fit=False)).upload
         assert same_bytes(upload.section(term.knowledge[0].name), expected.section(term.knowledge[0].name))

@@ -201,11 +201,7 @@ def transfers(tmp_path: Path, method: Any, **options: Any) -> tuple[int, FarDevi
     return sum(value.numel() for value in run.state["model"].values()), there
 
 
-ENGINES = {
-    "local loop": SequentialEngine(),
-    "own fits": SequentialEngine(local_loop=False),
-    "stacked": StackedEngine(),
-}
+ENGINES = {"local loop": SequentialEngine(), "own fits": SequentialEngine(local_loop=False), "stacked": StackedEngine()}
 
 GAPS = 4 * 15  # unused elements between the entries of a flat tensor, of four entries or fewer
 

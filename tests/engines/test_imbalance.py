@@ -227,13 +227,13 @@ def test_a_loss_that_may_not_use_the_weights_is_refused(tmp_path):
     scenario = labelled(torch.randint(0, 2, (20, 3)))
     scenario.objective = Own()
     run = experiment(tmp_path, scenario=scenario, clients_per_round=None, class_weights=[1.0, 1.0, 1.0])
-    with pytest.raises(ConfigError, match="class_weights: the loss of Own has no class weights"):
+    with pytest.raises(ConfigError, match=r"^class_weights: .*Own"):
         run.check()
 
 
 def test_a_method_that_replaces_the_objectives_loss_is_refused(tmp_path):
     run = experiment(tmp_path, FedLC(), class_weights="balanced")
-    with pytest.raises(ConfigError, match=r"^class_weights: the method trains on \w+ in place of ce\. Leave"):
+    with pytest.raises(ConfigError, match=r"^class_weights: .* ce\."):
         run.check()
 
 

@@ -336,16 +336,12 @@ def test_attention_equals_a_loop_over_positions_and_heads() -> None:
         for i in range(5):
             scores = torch.stack([queries[i, head] @ keys[j, head] / 2 for j in range(i + 1)])
             expected[i, head] = sum(w * values[j, head] for j, w in enumerate(scores.softmax(0)))
-    torch.testing.assert_close(layer._attend(x)[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.attend(x)[0], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [
-        ({"width": 10, "heads": 4}, "model.width"),
-        ({"dropout": 1.0}, "model.dropout"),
-        ({"depth": 0}, "model.depth"),
-    ],
+    [({"width": 10, "heads": 4}, "model.width"), ({"dropout": 1.0}, "model.dropout"), ({"depth": 0}, "model.depth")],
 )
 def test_wrong_options_of_the_network_are_refused(options: dict, key: str) -> None:
     assert refusal(lambda: CausalTransformer((5,), 3, **options)).startswith(key)

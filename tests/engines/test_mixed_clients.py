@@ -18,11 +18,13 @@ from experiments import (
     finished,
     in_float64,
     samples_of,
+    task_of_round,
     untimed,
 )
 from flower_grid import flower, remote_experiment  # noqa: F401
 from loops import assert_equals_loop, steps_of
 from methods import assert_same_run
+from task_runners import run_tasks
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,7 +47,7 @@ from fl_lightning.callbacks import ClientDrift, ConfusionMatrix, KnowledgeMap, R
 from fl_lightning.callbacks.monitor import round_metrics
 from fl_lightning.callbacks.run_summary import describe_model
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.engines import AutoEngine, ProcessesEngine, StackedEngine
+from fl_lightning.engines import AutoEngine, ProcessesEngine, StackedEngine, auto
 from fl_lightning.engines.exchange import check_exchange, methods_that_work
 from fl_lightning.runs.partition import read_architectures, read_counts
 
@@ -285,14 +287,15 @@ def test_only_networks_with_batchnorm_need_two_samples_per_batch(tmp_path):
     assert [group.client_data.min_batch for group in run.worker.groups] == [1, 1, 2]
 
 
-def test_stacked_is_refused_and_auto_leaves_it_out(tmp_path):
+def test_stacked_is_refused_and_auto_leaves_it_out(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^engine: StackedEngine cannot stack several networks"):
         experiment(tmp_path, Local(), engine=StackedEngine(), **QUICK).check()
     run = experiment(tmp_path, Local(), engine=AutoEngine(budget=0.1), **QUICK)
     run.check()
-    run.engine.fits = 10**6
-    run.engine._candidates = lambda *_: ["stacked"]
-    run.engine._choose(run.worker, [run.server.task(1, client, run.server.download(1, client)) for client in range(6)])
+    monkeypatch.setattr(auto, "SHORT_RUN", 0)
+    monkeypatch.setattr(auto, "usable_cores", lambda: 1)
+    monkeypatch.setattr(StackedEngine, "run", None)
+    run_tasks(run.engine, run.worker, [task_of_round(run, 1, client) for client in range(6)])
     assert run.engine.choice == "sequential"
 
 

@@ -300,12 +300,10 @@ def test_max_clients_limits_the_new_clients_too(tmp_path: Path) -> None:
 
 
 def test_more_participants_than_training_clients_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^clients_per_round: 5 is not between 1 and 4, the number of clients that train"
-    ):
+    with pytest.raises(ConfigError, match=r"^clients_per_round: 5 .* 4"):
         experiment(tmp_path, scenario=HELD_OUT, clients_per_round=5)
     unknown = replace(HELD_OUT, clients=None)
-    with pytest.raises(ConfigError, match=r"^clients_per_round: 9 is not between 1 and 8, the number of clients"):
+    with pytest.raises(ConfigError, match=r"^clients_per_round: 9 .* 8"):
         experiment(tmp_path, scenario=unknown, clients_per_round=9).check()
 
 

@@ -344,9 +344,7 @@ def test_a_client_at_which_three_workers_are_lost_has_failed(tmp_path):
     run = experiment(
         tmp_path, engine=LocalPool(2, [3, 3, 3]), clients_per_round=None, rounds=1, on_client_failure="drop"
     )
-    with pytest.warns(
-        UserWarning, match="client 3, round 1: 3 worker processes died running it, the last of them by a test; dropped"
-    ):
+    with pytest.warns(UserWarning, match="client 3, round 1: 3 worker processes died .* by a test; dropped"):
         run.fit()
     assert run.csv.rows[0]["client/failed"] == 1
     assert run.engine.order.count(3) == 3
@@ -370,7 +368,7 @@ def test_workers_that_never_begin_end_the_run(exited, main, is_shown, tmp_path, 
     engine = LocalPool(2, lost_at_start=3)
     engine.exited = exited
     run = experiment(tmp_path, engine=engine)
-    with pytest.raises(WorkerLost, match=r"3 workers ended before they could begin, the last of them young") as caught:
+    with pytest.raises(WorkerLost, match=r"3 workers ended before .* young") as caught:
         run.fit()
     assert ("__main__" in str(caught.value)) == is_shown
     assert engine.started == engine.ended

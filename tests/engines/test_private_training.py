@@ -312,7 +312,7 @@ def test_processes_give_the_same_bytes(tmp_path):
 def test_the_noise_of_two_rounds_and_two_clients_differs(tmp_path):
     run = experiment(tmp_path, **PRIVATE)
     run.check()
-    noises = [run.worker._private_gradients(task_of_round(run, *place), 9).random for place in ((1, 0), (2, 0), (1, 1))]
+    noises = [run.worker.private_gradients(task_of_round(run, *place), 9).random for place in ((1, 0), (2, 0), (1, 1))]
     drawn = [source.normal(torch.zeros(5)) for source in noises]
     assert len({tuple(each.tolist()) for each in drawn}) == 3
 
@@ -361,7 +361,7 @@ def test_on_its_own_machine_a_clients_noise_is_not_derived_from_the_seed_and_no_
     assert "ce" in simulated[0].losses
     assert not real[0].losses
     noises = [
-        each._private_gradients(task, 9).random.normal(torch.zeros(5)) for each in (own, own, run.worker, run.worker)
+        each.private_gradients(task, 9).random.normal(torch.zeros(5)) for each in (own, own, run.worker, run.worker)
     ]
     assert not torch.equal(*noises[:2])
     assert torch.equal(*noises[2:])

@@ -218,19 +218,16 @@ class Hangs(LossTerm):
 
 
 @pytest.mark.thorough
-def test_a_client_that_hangs_fails_by_name_or_is_dropped(tmp_path):
-    engine = ProcessesEngine(2, timeout=3)
-    for choice in ("raise", "drop"):
-        options = {"clients_per_round": None, "rounds": 1, "on_client_failure": choice}
-        run = experiment(tmp_path / choice, engine=engine, **options)
-        run.check()
-        sizes = [len(shard.train) for shard in run.data.shards]
-        victim = sizes.index(max(sizes))
-        run.algorithm = FedAvg(loss_terms=[Hangs(max(sizes))])
-        words = rf"client {victim}, round 1: 3 worker .* after 3 seconds without an answer \(engine.timeout\)"
-        outcome = pytest.raises(ClientFailure, match=words) if choice == "raise" else pytest.warns(match=words)
-        with outcome:
-            run.fit()
+def test_a_client_that_hangs_is_dropped_by_name(tmp_path):
+    """The limit leaves time for the other clients on a busy machine. Retries are tested with a simulated clock."""
+    engine = ProcessesEngine(2, timeout=10, retries=0)
+    run = experiment(tmp_path, engine=engine, clients_per_round=None, rounds=1, on_client_failure="drop")
+    run.check()
+    sizes = [len(shard.train) for shard in run.data.shards]
+    run.algorithm = FedAvg(loss_terms=[Hangs(max(sizes))])
+    words = rf"client {sizes.index(max(sizes))}, round 1: .* after 10 seconds .* \(engine.timeout\)"
+    with pytest.warns(UserWarning, match=words):
+        run.fit()
     assert run.csv.rows[0]["client/failed"] == 1
 
 

@@ -205,9 +205,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 
 def test_workers_that_no_machine_has_room_for_are_refused(tmp_path, cluster):
-    with pytest.raises(ConfigError, match=r"engine: no machine of the Ray cluster has 2 core\(s\) for a worker"):
+    with pytest.raises(ConfigError, match=r"^engine: .* 2 core\(s\)"):
         experiment(tmp_path, engine=RayEngine(threads=2)).fit()
-    with pytest.raises(ConfigError, match=r"has 1 core\(s\) and 0.5 GPU\(s\) for a worker; set threads or gpus"):
+    with pytest.raises(ConfigError, match=r"^engine: .*1 core\(s\) and 0.5 GPU\(s\)"):
         experiment(tmp_path, engine=RayEngine(gpus=0.5)).fit()
 
 

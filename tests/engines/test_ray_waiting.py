@@ -3,7 +3,6 @@
 import itertools
 import socket
 import threading
-import time
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -101,11 +100,9 @@ def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch, closed
     initialised = []
     package = SimpleNamespace(is_initialized=lambda: False, init=lambda *_, **__: initialised.append(1))
     monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
-    started = time.monotonic()
     with pytest.raises(ConfigError, match=r"^engine.address: "):
         RayEngine(address=form.format(closed_port)).connect()
-    assert time.monotonic() - started < 5
-    assert not initialised
+    assert not initialised  # Ray would wait for minutes
 
 
 def test_the_address_of_the_environment_is_named(monkeypatch, closed_port):

@@ -418,7 +418,7 @@ def test_a_schedule_that_is_made_for_more_epochs_warns(schedule, option):
 
 
 def test_a_cosine_that_would_rise_again_warns():
-    with pytest.warns(UserWarning, match=r"T_max of CosineAnnealingLR is 3, but a client's fit has \d+ to \d+ step"):
+    with pytest.warns(UserWarning, match="T_max of CosineAnnealingLR is 3"):
         short(lr_scheduler=partial(CosineAnnealingLR, T_max=3), lr_scheduler_interval="step").check()
 
 

@@ -90,12 +90,7 @@ ALGORITHMS = {
     "last epoch's prototypes": (partial(FedProto, seen="last_epoch"), {}),
     "all terms": (
         lambda: FedProx(
-            mu=0.1,
-            loss_terms=[
-                WeightDistribution(1.0),
-                DistillingWeights(1.0, allow_bias=True),
-                HistoryContrast(0.1),
-            ],
+            mu=0.1, loss_terms=[WeightDistribution(1.0), DistillingWeights(1.0, allow_bias=True), HistoryContrast(0.1)]
         ),
         {},
     ),
@@ -312,7 +307,7 @@ def test_the_size_of_a_stack_changes_rounding_at_most(tmp_path):
 @pytest.mark.parametrize("most", [False, True])
 def test_a_batch_of_the_round_trains_as_many_tasks_as_are_stacked(tmp_path, monkeypatch, clients, fitting, most):
     run = experiment(tmp_path, rounds=1)
-    run._build()
+    run.check()
     largest = max(parameter.nbytes for parameter in run.worker.template.parameters())
     monkeypatch.setattr("fl_lightning.engines.stacked.MAX_TENSOR", fitting * largest + (largest if most else 1))
     fits, fit = [], L.Trainer.fit
@@ -337,7 +332,7 @@ def test_a_client_fails_alone(tmp_path, how, all_of_them):
     sizes = [len(shard.train) for shard in digits().build(0).shards]
     spoilt = set(sizes) if all_of_them else {sizes[2]}
     run = experiment(tmp_path, FedAvg(loss_terms=[Spoilt(how, spoilt)]), rounds=1, trainer=DOUBLE | {"max_epochs": 2})
-    run._build()
+    run.check()
     one, other = (
         {r.client: r for r in run_tasks(e, run.worker, tasks(run, 1))} for e in (SequentialEngine(), StackedEngine())
     )
@@ -391,10 +386,7 @@ class LateChange(LossTerm):
 
 @pytest.mark.parametrize(
     ("term", "words"),
-    [
-        (LateRefusal(), ".*vmap.*item"),
-        (LateChange(), "its forward changes 'loss_terms.0.weights'"),
-    ],
+    [(LateRefusal(), ".*vmap.*item"), (LateChange(), "its forward changes 'loss_terms.0.weights'")],
     ids=["refusal", "change"],
 )
 @pytest.mark.fast_cases(1)

@@ -174,7 +174,7 @@ def test_the_row_of_a_client_that_cannot_start_is_used_by_the_next(tmp_path, gro
 def test_a_sigterm_ends_a_fit_after_its_step(tmp_path):
     Terminated.steps = 0
     run = experiment(tmp_path, FedAvg(loss_terms=[Terminated()]), batch_size=8)
-    run._build()
+    run.check()
     with pytest.raises(SystemExit):
         run_tasks(StackedEngine(), run.worker, tasks(run, 1))
     assert Terminated.steps == 1

@@ -128,7 +128,7 @@ def experiment(node, **changes):
 
 def model(node):
     orchestrator = client_experiment(experiment(node), True)
-    orchestrator._build()
+    orchestrator.check()
     return {"model": dict(orchestrator.worker.template.backbone.state_dict())}
 
 
@@ -183,10 +183,7 @@ def test_a_wrong_task_is_refused_in_one_line(node, case):
     ("changes", "message"),
     [
         ({"algorithm": {"class_path": "os.system"}}, "os.system is not allowed"),
-        (
-            {"model": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}},
-            "subprocess.Popen is not",
-        ),
+        ({"model": {"class_path": "subprocess.Popen", "init_args": {"args": "true"}}}, "subprocess.Popen is not"),
         ({"logger": {"class_path": "fl_lightning.WandbRoundLogger"}}, "not for clients: logger"),
         ({"run_dir": "/tmp/x"}, "not for clients: run_dir"),
         ({"scenario": {"dataset": "Digits", "partition": "IID", "clients": 2}}, "needs RemoteClients"),

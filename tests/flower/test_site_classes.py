@@ -90,7 +90,7 @@ def test_tables_of_images_may_have_one_class_and_other_tables_have_a_schema(tmp_
         Node(site(tmp_path, 0, images, "[benign, normal]"), tmp_path, None)
     write_csv(tmp_path / "t.csv", {"a": [1.0, 2.0] * 4, "label": ["malignant"] * 8})
     table = "{class_path: Table, init_args: {path: t.csv, label: label}}"
-    with pytest.raises(ConfigError, match=r"^classes: the classes of a table are in its schema.json\. Leave it out"):
+    with pytest.raises(ConfigError, match=r"^classes: .*schema\.json"):
         Node(site(tmp_path, 0, table), tmp_path, None)
 
 
@@ -110,5 +110,5 @@ def test_a_wrong_list_is_refused(tmp_path, classes, message):
 
 def test_numbers_without_names_need_a_long_enough_list(tmp_path):
     site_of = site(tmp_path, 0, "Digits")
-    with pytest.raises(ConfigError, match=r"^classes: the data have 10 classes, the list 3\. List them all"):
+    with pytest.raises(ConfigError, match=r"^classes: .* 10 classes.* 3"):
         Node(site_of, tmp_path, None)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning import Evaluation, FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
@@ -64,6 +65,20 @@ def digits(clients: int = 6, alpha: float = 0.3) -> Scenario:
 
 UNEQUAL = {"optimizer": partial(torch.optim.SGD, lr=0.2), "scenario": digits(4, alpha=0.1), "clients_per_round": 3}
 """Options of an experiment with plain SGD and clients of very different sizes and classes, three of four per round."""
+
+
+ALL_OPTIONS = {
+    "model": NormMLP,
+    "rounds": 2,
+    "clients_per_round": 2,
+    "lr_scheduler": partial(ExponentialLR, gamma=0.5),
+    "round_lr_scheduler": partial(ExponentialLR, gamma=0.9),
+    "trainer": {"accelerator": "cpu", "max_epochs": 2, "gradient_clip_val": 0.3},
+    "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+}
+"""Options with dropout, BatchNorm, momentum, schedules in the fit and over rounds, and clipping."""
+
+RECEIVED = Evaluation(client_model="received")
 
 
 def experiment(run_dir: Path | None, algorithm=None, **options: Any) -> FederatedOrchestrator:

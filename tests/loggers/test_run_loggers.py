@@ -361,7 +361,7 @@ def test_damaged_mlflow_run_id_is_refused(tmp_path):
     pytest.importorskip("mlflow")
     (tmp_path / "mlflow").mkdir()
     (tmp_path / "mlflow" / "run_id").write_text("../../x")
-    with pytest.raises(ConfigError, match=r"run_id is damaged. Restore it, or remove it to begin a new MLflow run"):
+    with pytest.raises(ConfigError, match="run_id is damaged"):
         MLFlowLogger().check(tmp_path)
 
 

@@ -448,12 +448,7 @@ def test_a_run_of_a_wandb_sweep_is_online_unless_told_otherwise(option, outside,
 
 @pytest.mark.parametrize(
     ("option", "outside", "tags"),
-    [
-        (None, None, []),
-        (None, "a, FedSKC,,b", ["a", "FedSKC", "b"]),
-        (["c"], "a", ["c"]),
-        ([], "a", []),
-    ],
+    [(None, None, []), (None, "a, FedSKC,,b", ["a", "FedSKC", "b"]), (["c"], "a", ["c"]), ([], "a", [])],
 )
 def test_default_tags_are_added_to_the_users_tags(option, outside, tags, tmp_path, monkeypatch):
     if outside:
@@ -546,15 +541,13 @@ def test_log_model_all_logs_the_model_and_the_checkpoints(tmp_path):
 
 @pytest.mark.thorough
 def test_log_model_without_a_global_model_is_warned_of(tmp_path):
-    with pytest.warns(
-        UserWarning, match=r"logger.log_model: this method has no global model, hence no final/model.pt. Use `all`"
-    ):
+    with pytest.warns(UserWarning, match=r"^logger.log_model: .*`all`"):
         experiment(tmp_path, Local(), rounds=1, logger=WandbRoundLogger(log_model=True)).fit()
     assert [one for one in of_kind(Logged(tmp_path).records, "artifact") if one.type == "model"] == []
 
 
 def test_log_model_is_true_false_or_all():
-    with pytest.raises(ConfigError, match=r"logger.log_model: 'most' is neither true, false nor all"):
+    with pytest.raises(ConfigError, match=r"^logger.log_model: 'most'"):
         WandbRoundLogger(log_model="most")
 
 

@@ -60,7 +60,7 @@ def test_mlp_with_batchnorm_normalizes_the_input_of_each_relu() -> None:
 
 @pytest.mark.parametrize("hidden", [(), (0,), (8, -1)])
 def test_mlp_refuses_layers_without_units(hidden: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^model.hidden needs at least one width, each 1 or more; got \["):
+    with pytest.raises(ValueError, match=r"^model.hidden .*\["):
         MLP((4,), 2, hidden)
 
 

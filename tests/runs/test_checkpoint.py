@@ -153,7 +153,7 @@ def test_each_flipped_bit_of_the_state_is_detected(tmp_path: Path) -> None:
     size = path.stat().st_size
     for place in range(0, size, size // 50):
         flip(path, place, place % 8)
-        with pytest.raises(CheckpointError, match=r"round-000001 is damaged: state.pt does not match its checksum"):
+        with pytest.raises(CheckpointError, match=r"round-000001 is damaged: state\.pt "):
             checkpoints.read(1)
         flip(path, place, place % 8)
     assert flatten(checkpoints.read(1).state) == flatten(STATE)

@@ -77,10 +77,7 @@ def test_a_run_plots_the_models_accuracies(tmp_path):
     run = open_run_folder(write_run(tmp_path / "run", None, rows))  # from Python without a config
     figure = run.plot(percent=True)
     (axes,) = figure.axes
-    assert [line.get_xydata().tolist() for line in axes.lines] == [
-        [[1, 25], [3, 75]],
-        [[1, 50], [2, 50], [3, 50]],
-    ]
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 25], [3, 75]], [[1, 50], [2, 50], [3, 50]]]
     assert [text.get_text() for text in figure.legends[0].texts] == ["global acc", "client acc"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Communication rounds", "Test accuracy (%)")
     assert run.plot("global/acc", "global/loss").axes[0].get_ylabel() == ""

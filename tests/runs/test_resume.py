@@ -18,6 +18,7 @@ from fl_lightning.core.errors import Interrupted
 from fl_lightning.engines import Engine
 from fl_lightning.models import MLP, Head
 
+FORKS = pytest.mark.filterwarnings("ignore:.*fork")  # Python 3.12 warns of threads
 SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 
 
@@ -105,7 +106,7 @@ class Kill(RoundCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")  # Python 3.12 warns of threads
+@FORKS
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     options = {"rounds": 4, "trainer": ONE_EPOCH}
     whole = experiment(tmp_path / "whole", FedSKC(), **options)
@@ -145,19 +146,22 @@ STATEFUL = {
 
 
 @pytest.mark.thorough
+@FORKS
 @pytest.mark.filterwarnings("ignore:algorithm.aggregator. only the global model:UserWarning")
 @pytest.mark.parametrize("part", STATEFUL)
 def test_killed_run_keeps_what_attacks_privacy_and_compression_remember(tmp_path, part):
     """It is killed after round 1, so there is a state: of the rule, the clients, the clip, or the accountant."""
     if part in {"PrivateMean", "dp_sgd"}:
         pytest.importorskip("opacus")
-    survive_kills(command_line("fedavg", *STATEFUL[part]), tmp_path, 1, begun=FIRST_ROUND)
+    words = command_line("fedavg", "--rounds", "4", *STATEFUL[part])
+    survive_kills(words, tmp_path, 1, begun=FIRST_ROUND, fork=True)
 
 
 @pytest.mark.slow
+@FORKS
 @pytest.mark.parametrize("method", [method for method in FIVE if method != "fedsiam_da"])  # which cannot be stacked
 def test_killed_stacked_run_resumes_to_the_same_bytes(tmp_path, method):
-    survive_kills([*command_line(method), "--engine", "stacked"], tmp_path, 1)
+    survive_kills([*command_line(method), "--engine", "stacked"], tmp_path, 1, fork=True)
 
 
 @pytest.mark.slow
@@ -167,6 +171,7 @@ def test_twenty_of_twenty_killed_runs_resume_to_the_same_bytes(tmp_path, method)
 
 
 @pytest.mark.slow
+@FORKS
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Algorithm"])
 def test_every_method_survives_a_kill(tmp_path, name):
     """Each method uses its own digits config."""
@@ -175,4 +180,4 @@ def test_every_method_survives_a_kill(tmp_path, name):
         if config.startswith("digits_"):
             algorithm = yaml.safe_load(shipped_text(config, "configs"))["algorithm"]
             own[algorithm if isinstance(algorithm, str) else algorithm["class_path"]] = Path(config).stem[7:]
-    survive_kills(command_line(own[name], "--rounds", "4"), tmp_path, 1)
+    survive_kills(command_line(own[name], "--rounds", "4"), tmp_path, 1, fork=True)

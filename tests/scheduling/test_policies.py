@@ -121,11 +121,7 @@ def events_by_hand(times, size, concurrency, rounds):
     return result
 
 
-@given(
-    st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=4, max_size=9),
-    st.integers(1, 4),
-    st.integers(1, 9),
-)
+@given(st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=4, max_size=9), st.integers(1, 4), st.integers(1, 9))
 def test_asynchronous_rounds_equal_an_event_loop(times, size, concurrency):
     plans = planned(Buffered(concurrency), times, size, 6)
     began = 0.0

@@ -127,7 +127,7 @@ def run_jobs(
         Interrupted: SIGINT or SIGTERM was received, and the running jobs wrote their checkpoints.
     """
     check_positive(workers=workers, threads=threads)
-    queue, running = iter(jobs), list[_RunningJob]()
+    queue, running = iter(jobs), list[RunningJob]()
     with DeferredSignals() as signals:
         try:
             while not signals.received:
@@ -171,7 +171,9 @@ def earlier_result(job: Job) -> JobResult | None:
 
 
 @dataclass(eq=False)
-class _RunningJob:
+class RunningJob:
+    """A job that has begun, and its process."""
+
     job: Job
     process: BaseProcess
     asked_to_stop: bool = False
@@ -204,7 +206,7 @@ class _RunningJob:
         return JobResult(self.job, code, reason, seconds)
 
 
-def _start_job(job: Job, program: Program, workers: int, threads: int | None) -> _RunningJob:
+def _start_job(job: Job, program: Program, workers: int, threads: int | None) -> RunningJob:
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
         refuse_special_files(job.folder, JOB_FILES)
@@ -215,7 +217,7 @@ def _start_job(job: Job, program: Program, workers: int, threads: int | None) ->
     )
     with temporary_files(), skip_working_folder():
         process.start()
-    return _RunningJob(job, process)
+    return RunningJob(job, process)
 
 
 def process_context(preload: Sequence[str]) -> Any:
@@ -229,13 +231,13 @@ def process_context(preload: Sequence[str]) -> Any:
     return context
 
 
-def _ended_jobs(running: Sequence[_RunningJob]) -> list[_RunningJob]:
+def _ended_jobs(running: Sequence[RunningJob]) -> list[RunningJob]:
     """Wait up to `POLL_SECONDS` for a job to end, and return all jobs that have ended."""
     ready = connection.wait([each.process.sentinel for each in running], timeout=POLL_SECONDS)
     return [each for each in running if each.process.sentinel in ready]
 
 
-def _stop_jobs(running: Sequence[_RunningJob]) -> None:
+def _stop_jobs(running: Sequence[RunningJob]) -> None:
     """Ask all jobs to write a checkpoint and end, and wait for them. If a signal arrives meanwhile, kill the jobs."""
     try:
         for each in running:
@@ -270,7 +272,7 @@ def _run_job(
     _redirect_output(job.folder / LOG)
     if is_finished(job.folder):
         return
-    _set_environment(environment, workers, threads)
+    set_environment(environment, workers, threads)
     option = "--resume" if (job.folder / "config.yaml").exists() else "--run_dir"
     code = main(["fit", *job.words, option, str(job.folder)])
     if wandb := sys.modules.get("wandb"):
@@ -300,7 +302,7 @@ def _redirect_output(log: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]  # keeps the lines' order
 
 
-def _set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
+def set_environment(environment: dict[str, str], workers: int, threads: int | None) -> None:
     """Copy the environment variables of the parent process, and limit torch to this job's threads.
 
     By default these are `OMP_NUM_THREADS` if it is set, else the job's share of the cores.
