@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 LONGEST_PAUSE = 2.0
 """Maximum number of seconds for which no further update is made after an update."""
 
+CURVES = "Curves of the main metrics by round"
+"""Alternative text of the curves, for screen readers."""
+
 
 class NotebookView:
     """The progress, main metrics and curves of a run, in one output of a notebook that is updated during the run.
@@ -98,5 +101,6 @@ class NotebookView:
         rows = self.run.csv.rows
         if self._drawn_round < self.run.round and main_metrics(rows):
             image = b64encode(Run(self.run.run_dir, {}, rows).plot()._repr_png_()).decode()
-            self._curves, self._drawn_round = f'<img src="data:image/png;base64,{image}">', self.run.round
+            self._curves = f'<img alt="{CURVES}" src="data:image/png;base64,{image}">'
+            self._drawn_round = self.run.round
         return self._curves

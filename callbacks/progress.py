@@ -63,8 +63,7 @@ class RoundProgress(RoundCallback):
 
     def on_fit_start(self, run: FederatedRun) -> None:
         """Print the summary of the run, and start the display of the progress."""
-        for line in summarize_run(run):
-            self._print(line)
+        self._print("\n".join(summarize_run(run)))
         self._pace = Pace(run, self.clock)
         self._view = self._pace.view = self._new_view(self._pace)
         self._contexts.enter_context(listen(self._pace))
@@ -107,9 +106,9 @@ class RoundProgress(RoundCallback):
             self._view.end(f"{end if run.is_over else stopped}; {describe_time(self._pace.seconds)}")
         self._pace = self._view = None
 
-    def _print(self, line: str) -> None:
-        """Print a line. On a terminal, it is broken between words, but no word is broken, such as a path."""
-        text = wrap_words(line, self.console.width) if self.console.is_terminal else line
+    def _print(self, text: str) -> None:
+        """Print lines. On a terminal, they are broken between words, but no word is broken, such as a path."""
+        text = wrap_words(text, self.console.width) if self.console.is_terminal else text
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -5,6 +5,7 @@ Needs `pip install -e '.[docs,test]'`. Run it after you change a notebook, or co
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +14,16 @@ import nbformat
 from nbclient import NotebookClient
 
 TUTORIALS = Path(__file__).parent / "tutorials"
+ENVIRONMENT = os.environ | {
+    "PYTHONWARNINGS": "ignore:IProgress not found"
+}  # a package's progress bars, which are not used
 
 
 def run(path: Path) -> None:
     """Run a notebook in an empty folder, and store it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
     with TemporaryDirectory() as folder:
-        NotebookClient(notebook, record_timing=False, resources={"metadata": {"path": folder}}).execute()
+        NotebookClient(notebook, record_timing=False, resources={"metadata": {"path": folder}}).execute(env=ENVIRONMENT)
     notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
     nbformat.write(notebook, path)
 

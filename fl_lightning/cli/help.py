@@ -7,6 +7,7 @@ import re
 import shutil
 from argparse import Action, ArgumentParser, HelpFormatter
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -120,9 +121,12 @@ def full_name(key: str, name: str, known: Collection[str]) -> str:
 
 # --- Formatting with argparse ---
 
+UNBROKEN_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+"""Stands for a hyphen while argparse breaks lines, which it would do after a hyphen, such as in `fl-lightning`."""
+
 
 class Formatter(HelpFormatter):
-    """An argparse help formatter as wide as the terminal, with a wide column for long keys."""
+    """An argparse help formatter as wide as the terminal, with a wide column for long keys. It breaks no words."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         width = max(shutil.get_terminal_size((120, 24)).columns - 2, 38)
@@ -132,6 +136,20 @@ class Formatter(HelpFormatter):
         """Add the usage line to a help text, unless `usage` is empty."""
         if usage != "":
             super().add_usage(usage, *rest, **kwargs)
+
+    def add_text(self, text: str | None) -> None:
+        """Add a paragraph to a help text."""
+        super().add_text(text and text.replace("-", UNBROKEN_HYPHEN))
+
+    def add_argument(self, action: Action) -> None:
+        """Add an option to a help text."""
+        shown = copy(action)
+        shown.help = action.help and action.help.replace("-", UNBROKEN_HYPHEN)
+        super().add_argument(shown)
+
+    def format_help(self) -> str:
+        """Return the help text."""
+        return super().format_help().replace(UNBROKEN_HYPHEN, "-")
 
 
 def help_parser_of(command: str) -> ArgumentParser:
@@ -187,7 +205,7 @@ def add_option(group: Any, name: str, option: Option) -> Action:
 def shorten(option: Option) -> Option:
     """Return an option with a shortened help text, to show in a list. A default is shown in place of the type."""
     text = option["help"].replace("`", "")
-    clause = re.split(r"[;:] |\.(?: [A-Z]|$)", text, maxsplit=1)[0]
+    clause = re.split(r"[;:] (?![^{]*\})|\.(?: [A-Z]|$)", text, maxsplit=1)[0]
     choices = [choice for choice in option.get("choices", []) if choice not in ("true", "false")]
     if 1 < len(choices) < 6 and not all(choice in clause for choice in choices):
         clause += f": {', '.join(choices[:-1])} or {choices[-1]}"

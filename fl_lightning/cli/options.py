@@ -64,10 +64,11 @@ FIGURE_FILE = "The file to write. Its ending is the format: .pdf, .svg or .png."
 FIGURE_KIND = "Curves, bars of the last values, distributions over clients, or bubbles of the partition."
 FIGURE_METRIC = "The metric, as in compare; for clients a column of clients.csv, by default acc."
 CITED = "Methods, datasets and other classes, or folders of runs; fl-lightning itself by default."
-FIGURE_WIDTH = "Width of a venue's column or text, or a number of inches. column and text are those of ICML."
 FIGURE_WIDTHS = Literal[
     "column", "text", "neurips", "icml-column", "icml-text", "ieee-column", "ieee-text", "nature-column", "nature-text"
 ]
+VENUES = ", ".join(get_args(FIGURE_WIDTHS)[2:])
+FIGURE_WIDTH = f"A number of inches, or the width of a venue: {VENUES}. column and text are those of ICML."
 FIGURE_FONT = "sans, serif (similar to Times), or the name of an installed font."
 FONT_SIZE = "Size of axis labels in points; ticks and legends are one point smaller."
 EXPORT_FILE = (
@@ -151,7 +152,7 @@ OPTIONS: dict[str, dict[str, Keywords]] = {
         "--unfinished": UNFINISHED,
         "--percent": PERCENT,
         "--y_limits": value(float, "Ends of the y axis, as drawn, such as 60 100.", nargs=2, metavar=("LOW", "HIGH")),
-        "--width": value(float | FIGURE_WIDTHS, FIGURE_WIDTH, default="column", metavar="INCHES"),
+        "--width": value(float | FIGURE_WIDTHS, FIGURE_WIDTH, default="column", metavar="VENUE|INCHES"),
         "--font": value(str, FIGURE_FONT, default="sans", metavar="NAME"),
         "--font_size": value(float, FONT_SIZE, default=8, metavar="POINTS"),
     },

@@ -160,6 +160,7 @@ def test_every_key_of_an_experiment_has_a_heading(actions):
         ({"help": "In `memory` or on `disk`.", "choices": ["memory", "disk"]}, "In memory or on disk"),
         ({"help": "Whether.", "choices": ["true", "false"]}, "Whether"),
         ({"help": "A share, 0.5 say; x by default.", "default": 0.5}, "A share, 0.5 say"),
+        ({"help": 'Factors, such as `{"a": 1, "b": 2}`: by name.'}, 'Factors, such as {"a": 1, "b": 2}'),
     ],
 )
 def test_help_of_fit_shortens_descriptions(option, line):
@@ -178,6 +179,15 @@ def test_help_fits_the_terminal(columns, monkeypatch):
         code, out, err = run(command, "--help")
         assert (code, err) == (0, "")
         assert max(map(len, out.splitlines())) <= max(columns, 80)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_help_breaks_no_word_at_a_hyphen(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in cli.COMMANDS:
+        _, out, _ = run(command, "--help")
+        assert out.isascii() or "\N{NON-BREAKING HYPHEN}" not in out
+        assert not [line for line in out.splitlines() if line.endswith("-")]
 
 
 # --- Help of one key, of names, of a class ---
