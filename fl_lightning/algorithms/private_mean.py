@@ -18,6 +18,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler, PoissonSampling, UniformSampling
 from fl_lightning.algorithms.protocols import Calibrates, RunPlan, SizesCohort
+from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Tensors, Upload
 from fl_lightning.core.round import Round
@@ -108,32 +109,26 @@ class PrivateMean(Aggregator):
         ConfigError: An option is out of range, or neither or both of `noise` and `epsilon` are given.
     """
 
+    clip: float = 1.0
+    noise: float | None = number(None, "[0, inf)")
+    epsilon: float | None = number(None, "(0, inf)")
+    delta: float = number(1e-5, "(0, 1)")
+    server_lr: float = number(1.0, "(0, inf)")
+    quantile: float | None = number(None, "(0, 1)")
+    clip_lr: float = number(0.2, "(0, inf)")
+    bit_noise: float | None = number(None, "(0, inf)")
+
+    section = KEY
     needs_sampled_clients = True
     finishes_empty_rounds = True
 
-    def __init__(
-        self,
-        clip: float = 1.0,
-        noise: float | None = None,
-        epsilon: float | None = None,
-        delta: float = 1e-5,
-        server_lr: float = 1.0,
-        quantile: float | None = None,
-        clip_lr: float = 0.2,
-        bit_noise: float | None = None,
-    ) -> None:
-        check_number(f"{KEY}.clip", clip, "(0, inf]" if noise == 0 and quantile is None else "(0, inf)")
-        check_number(f"{KEY}.noise", noise, "[0, inf)")
-        check_number(f"{KEY}.epsilon", epsilon, "(0, inf)")
-        check_number(f"{KEY}.delta", delta, "(0, 1)")
-        check_number(f"{KEY}.server_lr", server_lr, "(0, inf)")
-        check_number(f"{KEY}.quantile", quantile, "(0, 1)")
-        check_number(f"{KEY}.clip_lr", clip_lr, "(0, inf)")
-        check_number(f"{KEY}.bit_noise", bit_noise, "(0, inf)")
-        if (noise is None) == (epsilon is None):
+    def __post_init__(self) -> None:
+        """Check the options."""
+        unlimited = self.noise == 0 and self.quantile is None
+        check_number(f"{KEY}.clip", self.clip, "(0, inf]" if unlimited else "(0, inf)")
+        super().__post_init__()
+        if (self.noise is None) == (self.epsilon is None):
             raise ConfigError(f"{KEY}.noise: give either noise or epsilon. For 1 times the clipping norm, set noise 1.")
-        self.clip, self.noise, self.epsilon, self.delta = clip, noise, epsilon, delta
-        self.server_lr, self.quantile, self.clip_lr, self.bit_noise = server_lr, quantile, clip_lr, bit_noise
 
     @property
     def reports(self) -> tuple[str, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.attacks.base import DataAttack, check_class
-from fl_lightning.core.arguments import number
+from fl_lightning.core.arguments import choice, number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.datasets import LoadedData
@@ -85,17 +85,11 @@ class Backdoor(DataAttack):
     """
 
     target: int = number(0, "[0, inf)")
-    trigger: Trigger = "pixel"
+    trigger: Trigger = choice("pixel", Trigger)
     size: int = number(3, "[1, inf)")
     alpha: float = number(0.2, "(0, 1]")
     share: float = number(0.5, "(0, 1]")
     pattern: Tensor = field(default=torch.empty(0), init=False)
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if self.trigger not in get_args(Trigger):
-            raise ConfigError(f"adversary.trigger: {self.trigger!r} is not one of {', '.join(get_args(Trigger))}.")
 
     def check_data(self, data: LoadedData) -> None:
         """Check that the data are images in memory, larger than the trigger, and that the target class exists."""

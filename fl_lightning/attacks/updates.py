@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import field
 from statistics import NormalDist
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fl_lightning.attacks.base import DataAttack, UpdateAttack
-from fl_lightning.core.arguments import number
+from fl_lightning.core.arguments import choice, number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData
@@ -126,14 +126,7 @@ class _Distant(UpdateAttack):
     by bisection.
     """
 
-    perturbation: Perturbation = "unit"
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        super().__post_init__()
-        if self.perturbation not in get_args(Perturbation):
-            choices = ", ".join(get_args(Perturbation))
-            raise ConfigError(f"adversary.perturbation: {self.perturbation!r} is not one of {choices}.")
+    perturbation: Perturbation = choice("unit", Perturbation)
 
     def craft(self, honest: Tensor, own: Tensor, generators: Sequence[np.random.Generator]) -> Tensor:
         """Return the mean of the honest updates, moved by the largest `γ`."""

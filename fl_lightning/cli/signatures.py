@@ -329,7 +329,7 @@ def constant(module: Source, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":  # of a dataclass, with a default_factory
         factory = node.keywords[0].value
         return constant(module, factory.body) if isinstance(factory, ast.Lambda) else []
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "number":
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("number", "count", "choice"):
         return constant(module, node.args[0])
     try:
         value = ast.literal_eval(node)

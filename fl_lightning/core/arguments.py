@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from typing_extensions import dataclass_transform
 
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.errors import ConfigError, check_number, check_positive
 
 T = TypeVar("T")
 PLAIN = (bool, int, float, str)
@@ -41,7 +41,22 @@ def _keep_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
 def number(default: T, within: str, fix: str = "") -> T:
     """Return a field for a number that must lie in an interval, see `check_number`."""
-    return field(default=default, metadata={"within": within, "fix": fix})
+    return field(default=default, metadata={"check": partial(check_number, within=within, fix=fix)})
+
+
+def count(default: T) -> T:
+    """Return a field for a whole number of 1 or more, see `check_positive`."""
+    return field(default=default, metadata={"check": lambda key, value: check_positive(**{key: value})})
+
+
+def choice(default: T, options: Any) -> T:
+    """Return a field for one of the values of a `Literal`. The command line checks them without it."""
+
+    def check(key: str, value: object) -> None:
+        if value not in get_args(options):
+            raise ConfigError(f"{key}: {value!r} is not one of {', '.join(get_args(options))}.")
+
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
@@ -56,7 +71,7 @@ class FieldsMixin(ArgumentsMixin):
         section: The config key of the object, for error messages.
 
     Raises:
-        ConfigError: The value of a `number` is outside of its interval.
+        ConfigError: The value of a `number`, a `count` or a `choice` is invalid.
         TypeError: A class attribute without a type has the name of an inherited option.
 
     Example:
@@ -80,10 +95,10 @@ class FieldsMixin(ArgumentsMixin):
         __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __post_init__(self) -> None:
-        """Check the numbers among the options."""
+        """Check the options that are declared with `number`, `count` or `choice`."""
         for option in fields(self):
-            if "within" in option.metadata:
-                check_number(f"{self.section}.{option.name}", getattr(self, option.name), **option.metadata)
+            if check := option.metadata.get("check"):
+                check(f"{self.section}.{option.name}", getattr(self, option.name))
 
     def __init_subclass__(cls, **options: Any) -> None:
         inherited = [option for option in getattr(cls, "__dataclass_fields__", {}).values() if option.init]

@@ -5,6 +5,7 @@ import pickle
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,7 +16,16 @@ from torch import nn
 from fl_lightning import IID, MLP, Algorithm, Classification, ConfigError, FedAvg, FedProx, Head, ProcessesEngine
 from fl_lightning.algorithms import HistoryContrast, Proximal, TrainedPrototypeAlignment, WeightedMean
 from fl_lightning.cli.catalogue import BASES, classes
-from fl_lightning.core.arguments import ArgumentsMixin, FieldsMixin, PartMixin, argument_types, describe, number
+from fl_lightning.core.arguments import (
+    ArgumentsMixin,
+    FieldsMixin,
+    PartMixin,
+    argument_types,
+    choice,
+    count,
+    describe,
+    number,
+)
 
 
 class Base(ArgumentsMixin):
@@ -132,6 +142,19 @@ def test_the_options_of_a_part_have_positions_with_the_base_class_s_first():
 def test_a_number_out_of_its_interval_is_refused():
     with pytest.raises(ConfigError, match=r"^part\.rate: 2\.0 "):
         Fields(rate=2.0)
+
+
+class Checked(PartMixin):
+    section = "part"
+    size: int = count(2)
+    kind: Literal["one", "two"] = choice("one", Literal["one", "two"])
+
+
+@pytest.mark.parametrize(("key", "value"), [("size", 0), ("size", 10**13), ("kind", "three"), ("kind", None)])
+def test_a_count_below_1_and_an_unknown_choice_are_refused(key, value):
+    assert vars(Checked(3, "two")).items() >= {"size": 3, "kind": "two"}.items()
+    with pytest.raises(ConfigError, match=rf"^part\.{key}: "):
+        Checked(**{key: value})
 
 
 def test_an_option_without_its_type_is_refused():

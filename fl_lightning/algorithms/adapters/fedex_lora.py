@@ -6,6 +6,7 @@ Models", ACL 2025, Section 4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.adapters.fedit import FedIT
 from fl_lightning.algorithms.adapters.low_rank import adapter_layers, is_base_weight, without_entries
 from fl_lightning.algorithms.adapters.server import Factors, KeepsFactors
-from fl_lightning.algorithms.aggregators import Aggregator, Weighting
+from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Batches
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.fixed_tensors import copy_shared_tensors
@@ -46,10 +47,9 @@ class ResidualServer(KeepsFactors, Aggregator):
         weighting: Weight clients by their number of `samples`, or equally (`uniform`).
     """
 
-    only_in = "FedExLoRA"
+    ranks: Sequence[int] = field(default=(), init=False)
 
-    def __init__(self, weighting: Weighting = "samples") -> None:
-        super().__init__(weighting)
+    only_in = "FedExLoRA"
 
     def finish(self, folded: Factors, round: Round, knowledge: State) -> State:
         """Return the model with the mean factors, and with frozen weights to which the errors are added."""

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.arguments import count, number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.message import Tensors
 from fl_lightning.core.precision import at_least_float32, without_autocast
@@ -58,12 +58,11 @@ class ModelContrast(LossTerm):
 
     mu: float = number(5.0, "[0, inf)", "the paper uses 0.1 to 10")
     tau: float = number(0.5, "(0, inf)", "the paper uses 0.5")
-    history: int = 1
+    history: int = count(1)
     layer: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("algorithm.", history=self.history)
         self.active = self.mu > 0
         self.taps = (self.layer,) if self.layer else ()
         self._kept: list[Tensors] = []  # the newest first

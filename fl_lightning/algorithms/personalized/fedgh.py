@@ -26,8 +26,8 @@ from fl_lightning.client.loss_term import Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
 from fl_lightning.client.weights import beginnings, trainable_parameters
-from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import ConfigError, check_positive
+from fl_lightning.core.arguments import count, number
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
@@ -101,15 +101,11 @@ class HeadTraining(Aggregator):
     seen: Seen = "after"
     server_epochs: int = number(1, "[0, inf)")
     server_lr: float = number(0.01, "(0, inf)")
-    server_batch_size: int = 10
+    server_batch_size: int = count(10)
 
     needs_classes = True
     only_in = "FedGH"
     head: nn.Module | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("algorithm.", server_batch_size=self.server_batch_size)
 
     @property
     def knowledge(self) -> tuple[SharedKnowledge, ...]:

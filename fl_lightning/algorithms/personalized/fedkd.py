@@ -28,8 +28,7 @@ from fl_lightning.client.module import ClientModule
 from fl_lightning.client.own_network import TwoLearners
 from fl_lightning.client.sgd import check_one_rate
 from fl_lightning.client.weights import load_weights, to_cpu
-from fl_lightning.core.arguments import number
-from fl_lightning.core.errors import check_positive
+from fl_lightning.core.arguments import count, number
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.precision import at_least_float32, without_autocast
 from fl_lightning.core.round import Round
@@ -257,13 +256,9 @@ class CompressedMean(WeightedMean):
 
     energy_start: float = number(0.95, "(0, 1]", "1 sends whole weights")
     energy_end: float = number(0.98, "(0, 1]", "1 sends whole weights")
-    energy_rounds: int = 100
+    energy_rounds: int = count(100)
 
     only_in = "FedKD"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("algorithm.", energy_rounds=self.energy_rounds)
 
     def energy(self, round: int) -> float:
         """Return the share of energy that messages of a round keep."""

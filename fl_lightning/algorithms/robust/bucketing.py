@@ -14,7 +14,7 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.median import Median
 from fl_lightning.algorithms.robust.rule import PreAggregator
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_positive
+from fl_lightning.core.arguments import count
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -35,10 +35,9 @@ class Bucketing(PreAggregator, Aggregator):
         ConfigError: `size` is below 1, or `inner` is no robust rule, or weights clients.
     """
 
-    def __init__(self, inner: Aggregator | None = None, size: int = 2) -> None:
-        check_positive("algorithm.aggregator.", size=size)
-        super().__init__(inner or Median())
-        self.size = size
+    size: int = count(2)
+
+    default_rule = Median
 
     def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small for the inner rule, or None."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.krum import krum_order
 from fl_lightning.algorithms.robust.median import median
-from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, tolerated
 from fl_lightning.algorithms.robust.trimmed_mean import mean_of_lowest
 from fl_lightning.algorithms.robust.vectors import Vectors
 from fl_lightning.core.flat_tensors import Tensors
@@ -49,11 +49,9 @@ class Bulyan(RobustRule, Aggregator):
         ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
-    needs = (4, 3)
+    f: Tolerated = 1
 
-    def __init__(self, f: Tolerated = 1) -> None:
-        check_tolerated(f)
-        self.f: Tolerated = f
+    needs = (4, 3)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the mean of the values around the median, among the vectors that Krum has chosen."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.robust.rule import CENTRE, RobustRule
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.arguments import count, number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import State
@@ -38,10 +38,8 @@ class NormBound(RobustRule, Aggregator):
         ConfigError: `bound` is not above 0.
     """
 
-    def __init__(self, bound: float = 1.0, weighting: Weighting = "uniform") -> None:
-        check_number("algorithm.aggregator.bound", bound, "(0, inf]")
-        self.bound = bound
-        self.weighting: Weighting = weighting
+    bound: float = number(1.0, "(0, inf]")
+    weighting: Weighting = "uniform"
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the origin plus the mean of the clipped updates."""
@@ -65,10 +63,8 @@ class CenteredClipping(RobustRule, Aggregator):
         ConfigError: An option is out of range.
     """
 
-    def __init__(self, tau: float = 10.0, iterations: int = 1) -> None:
-        check_number("algorithm.aggregator.tau", tau, "(0, inf]")
-        check_positive("algorithm.aggregator.", iterations=iterations)
-        self.tau, self.iterations = tau, iterations
+    tau: float = number(10.0, "(0, inf]")
+    iterations: int = count(1)
 
     def initial(self, model: Tensors, num_classes: int) -> State:
         """Return an aggregated update of zero."""

@@ -10,7 +10,7 @@ import torch
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.robust.rule import RobustRule
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number, check_positive
+from fl_lightning.core.arguments import count, number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -31,11 +31,9 @@ class GeometricMedian(RobustRule, Aggregator):
         ConfigError: An option is out of range.
     """
 
-    def __init__(self, iterations: int = 3, smoothing: float = 1e-6, weighting: Weighting = "uniform") -> None:
-        check_positive("algorithm.aggregator.", iterations=iterations)
-        check_number("algorithm.aggregator.smoothing", smoothing, "(0, inf)", "the paper uses 1e-6")
-        self.iterations, self.smoothing = iterations, smoothing
-        self.weighting: Weighting = weighting
+    iterations: int = count(3)
+    smoothing: float = number(1e-6, "(0, inf)", "the paper uses 1e-6")
+    weighting: Weighting = "uniform"
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the geometric median after the given number of iterations."""

@@ -6,13 +6,15 @@ NeurIPS 2017, Section 4 (Krum) and Section 6 (Multi-Krum).
 
 from __future__ import annotations
 
+from dataclasses import field
+
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -48,13 +50,10 @@ class MultiKrum(RobustRule, Aggregator):
         ConfigError: `f` is below 0, or neither a number nor a share, or `m` below 1.
     """
 
-    needs = (2, 3)
+    f: Tolerated = 1
+    m: int | None = number(None, "[1, inf)")
 
-    def __init__(self, f: Tolerated = 1, m: int | None = None) -> None:
-        check_tolerated(f)
-        check_number("algorithm.aggregator.m", m, "[1, inf)")
-        self.f: Tolerated = f
-        self.m = m
+    needs = (2, 3)
 
     def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small, or None."""
@@ -84,5 +83,4 @@ class Krum(MultiKrum):
         ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
-    def __init__(self, f: Tolerated = 1) -> None:
-        super().__init__(f, 1)
+    m: int | None = field(default=1, init=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.median import Median
-from fl_lightning.algorithms.robust.rule import PreAggregator, Tolerated, check_tolerated, tolerated
+from fl_lightning.algorithms.robust.rule import PreAggregator, Tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
@@ -42,12 +42,10 @@ class NearestNeighborMixing(PreAggregator, Aggregator):
         ConfigError: `f` is below 0, or neither a number nor a share, or `inner` is no robust rule, or weights clients.
     """
 
-    needs = (2, 1)
+    f: Tolerated = 1
 
-    def __init__(self, inner: Aggregator | None = None, f: Tolerated = 1) -> None:
-        check_tolerated(f)
-        super().__init__(inner or Median())
-        self.f: Tolerated = f
+    needs = (2, 1)
+    default_rule = Median
 
     def shortage(self, count: int, clients: int | None = None) -> str | None:
         """Return why a number of models is too small for this or the inner rule, or None."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.arguments import ArgumentsMixin
+from fl_lightning.core.arguments import PartMixin
 from fl_lightning.core.errors import ConfigError, TooFewClients, check_number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.message import Upload
@@ -23,14 +25,14 @@ CENTRE = "centre"
 """The section of the state with the last aggregated update, from which `CenteredClipping` clips."""
 
 
-def check_tolerated(f: Tolerated) -> None:
+def check_tolerated(f: Tolerated | None) -> None:
     """Check the option `f` of a rule.
 
     Raises:
         ConfigError: It is below 0, or above 1 and not whole.
     """
     check_number("algorithm.aggregator.f", f, "[0, inf)")
-    if f >= 1 and f != int(f):
+    if f is None or (f >= 1 and f != int(f)):
         fix = "Give a number of clients, such as 2, or a share of them below 1, such as 0.2"
         raise ConfigError(f"algorithm.aggregator.f: {f} is neither. {fix}.")
 
@@ -46,7 +48,7 @@ def tolerated(f: Tolerated | None, clients: int) -> int:
     return int(f) if f >= 1 else math.ceil(f * clients - 1e-9)  # 0.07 x 100 is above 7
 
 
-class RobustRule(ArgumentsMixin):
+class RobustRule(PartMixin):
     """Mixin of aggregators that replace the mean of the clients' models by a robust rule.
 
     A rule is applied to two vectors of each client: its parameters, and its floating-point buffers (BatchNorm's
@@ -59,11 +61,17 @@ class RobustRule(ArgumentsMixin):
         weighting: How clients weigh: most rules take all as equal, because a client can send any number of samples.
     """
 
+    section = "algorithm.aggregator"
     is_mean = True
-    buffers: frozenset[str] = frozenset()
+    buffers = frozenset[str]()
     weighting = "uniform"
-    f: Tolerated | None = None
-    needs: tuple[int, int] = (0, 1)
+    f: Tolerated | None = field(default=None, init=False)
+    needs = (0, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.needs[0]:
+            check_tolerated(self.f)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the robust mean of the vectors, as a state dict of float64 entries.
@@ -138,7 +146,7 @@ class PreAggregator(RobustRule):
     """Mixin of rules that average groups of models, and apply another rule, `inner`, to the averages.
 
     Args:
-        inner: The robust rule.
+        inner: The robust rule; by default one of the class `default_rule`.
 
     Raises:
         ConfigError: `inner` is no robust rule, or weights clients, which are not alike after averaging.
@@ -146,14 +154,17 @@ class PreAggregator(RobustRule):
 
     inner: Aggregator | None = None
 
-    def __init__(self, inner: Aggregator) -> None:
+    default_rule: ClassVar[type[Aggregator]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.inner = self.inner or self.default_rule()
         name, key = type(self).__name__, "algorithm.aggregator.inner"
-        if not isinstance(inner, RobustRule):
-            raise ConfigError(f"{key}: {type(inner).__name__} is no robust rule. Give {name} one, such as Median.")
-        if inner.weighting != "uniform":
-            raise ConfigError(f"{key}.weighting: {inner.weighting} has no effect within {name}. Set it to uniform.")
-        self.inner = inner
-        self.rule: RobustRule = inner
+        if not isinstance(self.inner, RobustRule):
+            raise ConfigError(f"{key}: {type(self.inner).__name__} is no robust rule. Give {name} one, such as Median.")
+        if (weighting := self.inner.weighting) != "uniform":
+            raise ConfigError(f"{key}.weighting: {weighting} has no effect within {name}. Set it to uniform.")
+        self.rule: RobustRule = self.inner
 
     def next_state(self, model: Tensors, origin: Tensors) -> State:
         """Return the inner rule's state for the next round."""

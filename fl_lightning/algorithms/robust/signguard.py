@@ -15,7 +15,7 @@ from fl_lightning.algorithms.robust.clipping import clip_factors
 from fl_lightning.algorithms.robust.median import median
 from fl_lightning.algorithms.robust.rule import RobustRule
 from fl_lightning.algorithms.robust.vectors import Vectors
-from fl_lightning.core.errors import check_number
+from fl_lightning.core.arguments import number
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
 
@@ -76,11 +76,9 @@ class SignGuard(RobustRule, Aggregator):
         ConfigError: An option is out of range.
     """
 
-    def __init__(self, lower: float = 0.1, upper: float = 3.0, share: float = 0.1) -> None:
-        check_number("algorithm.aggregator.lower", lower, "[0, 1]")
-        check_number("algorithm.aggregator.upper", upper, "[1, inf)")
-        check_number("algorithm.aggregator.share", share, "(0, 1]")
-        self.lower, self.upper, self.share = lower, upper, share
+    lower: float = number(0.1, "[0, 1]")
+    upper: float = number(3.0, "[1, inf)")
+    share: float = number(0.1, "(0, 1]")
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the origin plus the mean of the clipped updates that both filters keep."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator
-from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, check_tolerated, tolerated
+from fl_lightning.algorithms.robust.rule import RobustRule, Tolerated, tolerated
 from fl_lightning.algorithms.robust.vectors import Vectors
 from fl_lightning.core.flat_tensors import Tensors
 from fl_lightning.core.round import Round
@@ -49,11 +49,9 @@ class TrimmedMean(RobustRule, Aggregator):
         ConfigError: `f` is below 0, or neither a number nor a share.
     """
 
-    needs = (2, 1)
+    f: Tolerated = 1
 
-    def __init__(self, f: Tolerated = 1) -> None:
-        check_tolerated(f)
-        self.f: Tolerated = f
+    needs = (2, 1)
 
     def combine(self, vectors: Vectors, round: Round) -> Tensors:
         """Return the trimmed mean of each element."""
