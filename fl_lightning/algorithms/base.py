@@ -71,6 +71,8 @@ class Algorithm(FieldsMixin, Capable):
             callbacks need that.
         uploads_weights: Whether clients receive and upload whole entries of their network's weights, by their names, in
             the section `model`. Otherwise, attacks on updates and compression are refused.
+        uploads_vary: Whether the names or sizes of what clients with the same network send in a round can differ.
+            Otherwise, the answers of clients' own machines must have those of a client on the server.
         needs_classes: Whether the method itself, apart from its loss terms, knowledge and aggregator, only works with
             class labels.
         module_class: Builds a client's module; a subclass of `ClientModule` if the training step differs.
@@ -119,6 +121,7 @@ class Algorithm(FieldsMixin, Capable):
     validation = 0.0
     whole = True
     uploads_weights = True
+    uploads_vary = False
     needs_classes = False
     aggregator_options: ClassVar[tuple[str, ...]] = ("weighting",)
     corrects_aggregator = False

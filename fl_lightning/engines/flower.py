@@ -26,6 +26,7 @@ from fl_lightning.engines.flower_checks import (
     expected_answer,
     installed_versions,
     read_description,
+    rehearse,
 )
 from fl_lightning.engines.flower_records import (
     MEGABYTE,
@@ -166,12 +167,15 @@ class FlowerEngine(Engine):
         link, waiting, limit = self.link, dict[int, Waiting](), self.timeout or float("inf")
         link.check_interrupt = self.check_interrupt
         link.idle.clear()
+        expected = dict[int, Result | None]()  # what a client sends, by the number of its network
         away = self._missed - link.connected_clients() if self._missed else set()
         for task in tasks:
             is_away = task.client in away
             fixed = worker.for_client(task.client).fixed_digest
             waiting[task.client] = Waiting(task, fixed, min(limit, RETURN) if is_away else limit, is_away)
             self._send(link, waiting[task.client])
+            if (group := worker.for_client(task.client).group) not in expected:
+                expected[group] = rehearse(worker, task)
         if away:
             link.ask(away)
         asked = time.monotonic()
@@ -186,7 +190,7 @@ class FlowerEngine(Engine):
                     warn_of_absence(one.task)
                     continue
                 if answer:
-                    result = self._result(worker, one.task, answer)
+                    result = self._result(worker, one.task, answer, expected[worker.for_client(client).group])
                     self._missed.discard(client)
                 elif failure := one.failure:
                     result = failed_result(one.task, failure)
@@ -227,8 +231,15 @@ class FlowerEngine(Engine):
         else:
             warn_of_absence(task)
 
-    def _result(self, worker: Worker, task: Task, answer: Message) -> Result:
-        """Return the result that a client's machine sent. If the answer is invalid, return a failed result."""
+    def _result(self, worker: Worker, task: Task, answer: Message, expected: Result | None) -> Result:
+        """Return the result that a client's machine sent. If the answer is invalid, return a failed result.
+
+        Args:
+            worker: The model, data and options of the run.
+            task: The client's task.
+            answer: The message of the client's machine.
+            expected: The result of `rehearse` for clients with the same network.
+        """
         try:
             if excess := read_excess(answer):
                 raise BadMessage(excess)
@@ -236,7 +247,7 @@ class FlowerEngine(Engine):
             result = unpack_result(task, contents, worker.algorithm.public)
             if not result.failure:
                 dense = with_dense_upload(worker, task, result)
-                check_result(dense, task, expected_answer(worker, task.client, self.logged))
+                check_result(dense, task, expected_answer(worker, task.client, self.logged, expected))
         except Exception as error:  # whatever a client sends, it is the failure of this client only
             return failed_result(task, BadMessage(one_short_line(describe_error(error))))
         if task.upload and not result.failure:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
@@ -14,8 +15,11 @@ import torch
 import fl_lightning
 from fl_lightning.core.errors import FLError, one_short_line
 from fl_lightning.core.message import Message, Tensors
+from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.task import Result, Score, Task
+from fl_lightning.data.federated_data import FederatedData
 from fl_lightning.data.remote import INPUTS, DataDescription, Labels, are_class_names
+from fl_lightning.data.truncation import truncate_dataset
 
 if TYPE_CHECKING:
     from fl_lightning.engines.worker import Worker
@@ -76,6 +80,9 @@ class ExpectedAnswer(NamedTuple):
         metrics: Lowest and highest value of each metric on the client's test samples, by name.
         model: The state dict of the network.
         shared: Names of the entries of the network that a client uploads; None if they differ between clients.
+        sent: A result with placeholder samples: names, shapes and dtypes of what the client sends. None if not known.
+        public: The section of the client state that peers may read, if any.
+        varies: Whether the sizes of what clients send differ.
     """
 
     train: int
@@ -85,15 +92,39 @@ class ExpectedAnswer(NamedTuple):
     metrics: Mapping[str, tuple[float, float]]
     model: Tensors
     shared: Sequence[str] | None
+    sent: Result | None
+    public: str | None
+    varies: bool
 
 
-def expected_answer(worker: Worker, client: int, logged: Collection[str]) -> ExpectedAnswer:
+def rehearse(worker: Worker, task: Task) -> Result | None:
+    """Return a task's result with one training step on a few placeholder samples, to know what clients have to send.
+
+    Args:
+        worker: The model, data and options of the run.
+        task: The task of one of the clients with the same network.
+
+    Returns:
+        The result; None if the names and sizes differ between clients, or if placeholders cannot be trained on.
+    """
+    if not task.upload or worker.algorithm.uploads_vary:
+        return None
+    few = truncate_dataset(worker.data, worker.training.batch_size)
+    placeholders = FederatedData(few.data, few.shards, objective=few.objective)  # that are not remote
+    own = replace(worker.for_client(task.client), data=placeholders, compression=None)
+    with RandomStates(worker.device).drawing():
+        result = own.run(replace(task, evaluate=False, evaluate_globally=False, max_steps=1))
+    return None if result.failure else result
+
+
+def expected_answer(worker: Worker, client: int, logged: Collection[str], sent: Result | None = None) -> ExpectedAnswer:
     """Return what the server knows of a client's answers.
 
     Args:
         worker: The model, data and options of the run.
         client: The client's id.
         logged: Names of the metrics that may be logged during the training.
+        sent: The result of `rehearse`.
     """
     worker = worker.for_client(client)
     module, objective, scorer = worker.template, worker.data.objective, worker.scorer
@@ -103,7 +134,8 @@ def expected_answer(worker: Worker, client: int, logged: Collection[str]) -> Exp
     train, test = worker.client_data.sample_count(client), len(worker.data.shard(client).test)
     bounds = {measure.name: measure.bounds for measure in scorer.measures} | objective.bounds
     metrics = {name: bounds.get(name, (-math.inf, math.inf)) for name in scorer.score_names}
-    return ExpectedAnswer(train, test, losses, logged, metrics, backbone.state_dict(), shared)
+    public, varies = worker.algorithm.public, worker.algorithm.uploads_vary
+    return ExpectedAnswer(train, test, losses, logged, metrics, backbone.state_dict(), shared, sent, public, varies)
 
 
 def check_result(result: Result, task: Task, expected: ExpectedAnswer) -> None:
@@ -121,7 +153,40 @@ def check_result(result: Result, task: Task, expected: ExpectedAnswer) -> None:
         raise BadMessage("the answer has training losses or logged metrics, but the task was not to train")
     check_score(result.local, expected.test if task.evaluate else 0, expected)
     if result.upload:
-        check_upload(result.upload, expected.model, expected.shared, expected.train)
+        check_upload(result.upload, expected.model, expected.shared, expected.train, expected.varies)
+    if result.upload and expected.sent and expected.sent.upload:
+        check_entries("upload", result.upload.tensors, expected.sent.upload.tensors)
+        check_entries("upload", result.upload.numbers, expected.sent.upload.numbers)
+        if expected.public:
+            own, other = (each.memory.get(expected.public, {}) for each in (result, expected.sent))
+            check_entries("public state", own, other)
+
+
+def is_smaller(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether a tensor has the dtype of another one, and no dimension that is larger, as a smaller adapter."""
+    same = part.dtype == whole.dtype and part.ndim == whole.ndim
+    return same and all(size <= most for size, most in zip(part.shape, whole.shape, strict=True))
+
+
+def check_entries(what: str, sent: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise a `BadMessage` if tensors or numbers have other names, shapes or types than expected.
+
+    Args:
+        what: What has the entries, for the error message.
+        sent: The entries in a client's answer.
+        expected: The same entries of a client on the server.
+    """
+    for name in sorted(sent.keys() ^ expected.keys()):
+        raise BadMessage(f"the {what}'s {quote(name)} is {'missing' if name in expected else 'unknown'}")
+    for name, value in sent.items():
+        held, wanted = (describe_form(each) for each in (value, expected[name]))
+        if held != wanted:
+            raise BadMessage(f"the {what}'s {quote(name)} is {held} instead of {wanted}")
+
+
+def describe_form(value: Any) -> str:
+    """Return the shape and dtype of a tensor, or the type of a number, as a text."""
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def check_names(what: str, names: Iterable[str], known: Collection[str], fix: str = "") -> None:
@@ -157,7 +222,9 @@ def check_score(score: Score | None, samples: int, expected: ExpectedAnswer) -> 
             raise BadMessage(f"the answer's {name} is {value:g}, outside [{low:g}, {high:g}]")
 
 
-def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int) -> None:
+def check_upload(
+    upload: Message, model: Tensors, names: Sequence[str] | None, n_samples: int, varies: bool = False
+) -> None:
     """Raise an error if a client's upload does not match the network, or if its number of samples is wrong.
 
     Args:
@@ -165,6 +232,7 @@ def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n
         model: The state dict of the network.
         names: The entries of the network that a client uploads; None if they differ between clients.
         n_samples: The number of training samples that the client announced before round 1.
+        varies: Whether an entry can be smaller than the network's, as the adapters of a client's own rank.
 
     Raises:
         BadMessage: An entry is missing, or has another shape or dtype than the network's, or the number is another.
@@ -174,8 +242,8 @@ def check_upload(upload: Message, model: Tensors, names: Sequence[str] | None, n
         first = min(sent.keys() ^ set(names))
         raise BadMessage(f"the upload has other entries than the network: {quote(first)}")
     for name in sent.keys() & model.keys():
-        if sent[name].shape != model[name].shape or sent[name].dtype != model[name].dtype:
-            held, wanted = (f"{tuple(t.shape)} of {t.dtype}" for t in (sent[name], model[name]))
+        held, wanted = (describe_form(tensor) for tensor in (sent[name], model[name]))
+        if held != wanted and not (varies and is_smaller(sent[name], model[name])):
             raise BadMessage(f"the upload's {quote(name)} is {held} instead of {wanted}")
     is_empty = names is None and not (upload.sections or upload.numbers)  # as of a method that sends nothing
     if not is_empty and upload.numbers.get("n_samples") != n_samples:

@@ -163,6 +163,7 @@ LINES = {
     "compare done --reference FedAvg FedProx": ["--reference: FedAvg and FedProx cannot both be the reference"],
     "plot done --by algorithm,,seed": ["--by: "],
     "report done -o page.pdf": ["-o: page.pdf does not end in .html"],
+    "reproduce feddw_table1 --seeds 0 0": ["--seeds: 0 0 has a seed twice"],
     "reproduce feddw_table1 --seeds 0 --seeds 1": ["--seeds: given twice"],
     "test nowhere": ["nowhere: folder not found"],
     "test": ["run: "],

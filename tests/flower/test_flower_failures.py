@@ -12,6 +12,7 @@ import pytest
 import torch
 from experiments import experiment, same_bytes, untimed
 from flower_grid import flower, remote_experiment  # noqa: F401
+from methods import METHODS
 
 from fl_lightning.algorithms import FedRep
 from fl_lightning.cli import flower_app
@@ -422,6 +423,54 @@ def test_a_bad_answer_is_one_line_and_the_run_goes_on(tmp_path, alone, change, m
     names = untimed(run.csv.rows)[0].keys()
     alone_names = untimed(alone.csv.rows)[0].keys()
     assert {name for name in names if not name.startswith("client_")} - {"client/failed"} == {*alone_names}
+
+
+def entries(prefix, value):
+    """Return a function that changes the first tensor with this prefix: `value` returns it, or None to remove it."""
+
+    def change(records):
+        tensors, numbers, values = unpack(records, 1e9)
+        name = next(name for name in tensors if name.startswith(prefix))
+        changed = value(tensors.pop(name))
+        return pack(tensors | ({name: changed} if changed is not None else {}), numbers, values)
+
+    return change
+
+
+def without_numbers(*names):
+    def change(records):
+        tensors, numbers, values = unpack(records, 1e9)
+        return pack(tensors, {name: value for name, value in numbers.items() if name not in names}, values)
+
+    return change
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("SCAFFOLD", entries("upload/control/", lambda c: c[:1]), "the upload's control/.* is .* instead of"),
+        ("FedProto", entries("upload/prototypes/", lambda _: None), "the upload's prototypes/.* is missing"),
+        ("SCAFFOLD", entries("upload/control/", lambda c: c.double()), "is .* of torch.float64 instead of"),
+        ("SCAFFOLD", entries("upload/control/", lambda c: c.mean()), r"is \(\) of torch.float32 instead of"),
+        ("FedNova", without_numbers("upload/effective_steps"), "the upload's effective_steps is missing"),
+        ("IFCA", with_numbers(upload__cluster=0.5), "the upload's cluster is float instead of int"),
+        ("FedSKC", entries("upload/structural/", lambda _: None), "the upload's structural/.* is missing"),
+        ("FedAMP", entries("public/", lambda _: None), "the public state's .* is missing"),
+    ],
+)
+def test_wrong_content_of_a_method_is_the_failure_of_its_client(tmp_path, method, change, message):
+    make, own = METHODS[method]
+    options = {"rounds": 1, "clients_per_round": 6, **own}
+    alone = experiment(tmp_path / "alone", make(), **options)
+    alone.fit()
+    run, grid = remote_experiment(
+        tmp_path / "remote", alone, make, folder=tmp_path, on_client_failure="drop", **options
+    )
+    grid.change = lambda machine, records: change(records) if machine == 102 and is_result(records) else records
+    with pytest.warns(UserWarning, match=f"client 2, round 1: .*{message}"):
+        run.fit()
+    assert run.csv.rows[-1]["client/failed"] == 1
 
 
 def test_a_message_that_is_too_large_is_not_received(tmp_path, alone):

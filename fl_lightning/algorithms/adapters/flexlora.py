@@ -103,6 +103,7 @@ class FlexLoRA(FedIT):
 
     whole = False
     only_steps_read_data = True
+    uploads_vary = True
 
     def own_aggregator(self) -> Aggregator:
         """Return the server that decomposes the mean product."""

@@ -81,6 +81,7 @@ class FLoRA(FedExLoRA):
     """
 
     only_steps_read_data = True
+    uploads_vary = True
 
     ranks: Sequence[int] = ()
 

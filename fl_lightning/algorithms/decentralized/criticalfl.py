@@ -75,6 +75,7 @@ class PeerCriticalFL(PeerAlgorithm):
     weighting: Weighting = field(default="samples", init=False)
 
     search_space: ClassVar = CriticalFL.search_space
+    uploads_vary = True  # each client has critical periods of its own
     module_class = MeasuredModule
 
     def __post_init__(self) -> None:

@@ -174,6 +174,7 @@ class DisPFL(PeerAlgorithm):
     }
     one_model = False
     whole = False
+    uploads_vary = True
     module_class = MaskedModule
 
     def __post_init__(self) -> None:

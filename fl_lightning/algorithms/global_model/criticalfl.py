@@ -271,6 +271,7 @@ class CriticalFL(Algorithm):
         "keep": {"distribution": "uniform", "min": 0.1, "max": 1.0},
     }
     module_class = MeasuredModule
+    uploads_vary = True  # only weights that have changed are sent in critical periods
 
     def __post_init__(self) -> None:
         """Check the options. Uploads are whole models only if `keep` is 1."""

@@ -131,6 +131,7 @@ class FedFomo(Algorithm):
     }
     one_model = False
     public = UPLOADED
+    uploads_vary = True
 
     def own_aggregator(self) -> Aggregator:
         """Return the store of the clients' models and affinities."""

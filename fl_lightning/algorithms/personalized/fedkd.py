@@ -330,6 +330,7 @@ class FedKD(FML):
         "distillation": {"distribution": "log_uniform_values", "min": 0.1, "max": 10.0},
     }
     whole = False
+    uploads_vary = True
     uploads_weights = False  # it has a compression of its own
 
     def __post_init__(self) -> None:

@@ -122,10 +122,12 @@ class PaperTable:
             seeds: Any seeds, also others than the table's.
 
         Raises:
-            ConfigError: A name is unknown or ambiguous, or a seed is negative.
+            ConfigError: A name is unknown or ambiguous, or a seed is negative or repeated.
         """
         if negative := [seed for seed in seeds if seed < 0]:
             raise ConfigError(f"--seeds: {negative[0]} is below 0")
+        if len({*seeds}) < len(seeds):
+            raise ConfigError(f"--seeds: {' '.join(map(str, seeds))} has a seed twice. Leave one out")
         row_names, column_names = _select(rows, self.rows, "row"), _select(columns, self.columns, "column")
         claims = (c._replace(columns=tuple(name for name in c.columns if name in column_names)) for c in self.claims)
         return replace(
