@@ -1,5 +1,6 @@
 """The commands and configs in the README and the docs run, and the files that they name exist."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -98,3 +99,15 @@ def test_no_example_is_called_like_a_class_that_a_config_can_name():
     examples = {name for text in texts for name in re.findall(r"^ *class (\w+)", text, re.M)}
     assert "MyFedDyn" in examples
     assert not examples & {name for kind in BASES for name in classes_of(kind)}
+
+
+def test_figures_of_stored_numbers_agree_with_the_tables_of_their_pages(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    stored = importlib.import_module("stored_figures")
+    page = (ROOT / "docs" / "compression.md").read_text()
+    last = {line.get_label(): line.get_ydata()[-1] for line in stored.compression().axes[0].lines}
+    ends = [float(found) for found in re.findall(r"^\| (?!`(?:QSGD|RandomK)).+? \| ([\d.]+) ± [\d.]+ \|", page, re.M)]
+    assert sorted(last.values()) == pytest.approx(sorted(ends), abs=0.006)
+    untuned, tuned = (line.get_xdata().tolist() for line in stored.ranks().axes[0].lines)
+    assert len(tuned) == len(untuned) == 10
+    assert (tuned[-1], untuned[-1]) == (1.67, 1.67), "FedDyn is the best, with and without tuning"
