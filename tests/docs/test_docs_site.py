@@ -154,7 +154,7 @@ def test_the_best_settings_of_the_sweeps_page_are_compared(work_dir, capsys):
     lines = [line for line in section.replace("\\\n", " ").splitlines() if line.startswith("fl-lightning ")]
     assert [line.split()[1] for line in lines] == ["sweep", "fit", "sweep", "sweep", "fit", "compare"]
     for line in lines:
-        reduced = ["--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
+        reduced = ["--count", "1", "--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
         words = shlex.split(line)[1:] + (reduced if " sweep " in line else [])
         if "--seeds" in words:
             del words[words.index("6") - 2 : words.index("6") + 1]  # two seeds suffice here
