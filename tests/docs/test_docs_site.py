@@ -150,7 +150,8 @@ def test_the_best_settings_of_the_sweeps_page_are_compared(work_dir, capsys):
     section = page.partition("### Compare the best setting with FedAvg")[2].partition("\n### ")[0]
     lines = [line for line in section.replace("\\\n", " ").splitlines() if line.startswith("fl-lightning ")]
     sweep, fit = (shlex.split(line)[1:] for line in lines)
-    assert main([*sweep, "--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]) == 0
+    reduced = ["--count", "1", "--set", "rounds=1", "--set", "trainer.max_steps=1", "--set", "logger=null"]
+    assert main([*sweep, *reduced]) == 0
     del fit[fit.index("6") - 2 : fit.index("6") + 1]  # two seeds suffice here
     assert main(fit) == 0
     assert re.search(r"^FedSKC +2 .* [+-]\d+\.\d\d ± ", capsys.readouterr().out, re.M)
