@@ -11,7 +11,7 @@ from fl_lightning.algorithms import WeightedMean
 from fl_lightning.compression.codec import COMPRESSED
 from fl_lightning.core.errors import one_line
 from fl_lightning.core.inputs import describe_inputs
-from fl_lightning.data.datasets import first_samples
+from fl_lightning.data.lazy import first_samples
 from fl_lightning.models import FromModule, Mixed
 
 if TYPE_CHECKING:

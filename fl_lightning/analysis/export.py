@@ -28,7 +28,7 @@ from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
 from fl_lightning.core.trusted_imports import find_object
 from fl_lightning.data import FederatedData
-from fl_lightning.data.datasets import first_samples
+from fl_lightning.data.lazy import first_samples
 from fl_lightning.data.schema import TableSchema
 from fl_lightning.models import Adapted, Mixed, ResizedFeatures
 from fl_lightning.models.adapted import merge_adapters

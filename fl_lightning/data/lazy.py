@@ -188,3 +188,8 @@ class LazySamples:
 
 Samples = Tensor | Inputs | LazySamples
 """The inputs of many samples."""
+
+
+def first_samples(x: Samples, count: int) -> Tensor | Inputs:
+    """Return the first inputs as a tensor or `Inputs`, at most `count`. Samples that are read on demand are read."""
+    return x.index_select(0, torch.arange(min(count, len(x)))) if isinstance(x, LazySamples) else x[:count]

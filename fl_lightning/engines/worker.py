@@ -52,8 +52,8 @@ from fl_lightning.core.seeding import RandomStates, Stream, derive, seed_everyth
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
 from fl_lightning.data import FederatedData
-from fl_lightning.data.datasets import first_samples
 from fl_lightning.data.federated_data import sha256
+from fl_lightning.data.lazy import first_samples
 from fl_lightning.data.loaders import ClientDataModule
 from fl_lightning.engines.checks import (
     blame_network,
