@@ -134,7 +134,7 @@ class PaperTable:
             self,
             rows={name: self.rows[name] for name in row_names},
             columns={name: self.columns[name] for name in column_names},
-            seeds=tuple(dict.fromkeys(seeds)) or self.seeds,
+            seeds=tuple(seeds) or self.seeds,
             claims=tuple(c for c in claims if c.columns and {c.better, c.than} <= set(row_names)),
         )
 
