@@ -127,22 +127,24 @@ def test_an_address_without_a_port_is_left_to_ray(monkeypatch, address):
 def service():
     """Listens on a port, and answers each connection with these bytes; return the address and the setter."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        answers = []
+        channels, threads = [], []
 
-        def serve():
-            with suppress(OSError):
+        def serve(answer):
+            with suppress(OSError):  # the server has been shut down
                 while True:
-                    channel = server.accept()[0]
-                    channel.sendall(*answers)
-                    answers.append(channel)  # keeps it open
+                    channels.append(server.accept()[0])  # stays open
+                    channels[-1].sendall(answer)
 
         def start(answer):
-            answers.append(answer)
-            threading.Thread(target=serve, daemon=True).start()
+            threads.append(threading.Thread(target=serve, args=[answer]))
+            threads[0].start()
             return f"127.0.0.1:{server.getsockname()[1]}"
 
         yield start
-        for channel in answers[1:]:
+        server.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for channel in channels:
             channel.close()
 
 
