@@ -44,7 +44,7 @@ def page(paper: str) -> str:
             f"- [the method](../methods/{paper}.md), with our choices where the paper is silent;",
             "- [what the paper does not state](../papers.md#what-the-papers-do-not-state-and-what-is-used-instead);",
             "- where the paper [contradicts itself](../papers.md#where-a-paper-contradicts-itself);",
-            "- [results of running a table](../reproduced.md#small-tables-of-three-papers).",
+            "- [results of running a table](../reproduced.md#one-small-table-of-each-paper).",
             "",
             "## Experiments",
             "",
