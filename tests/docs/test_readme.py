@@ -18,6 +18,17 @@ def test_the_readme_is_short_and_counts_the_methods():
     assert f"| [methods included](docs/methods/index.md) | {len(catalogue.classes_of('algorithms'))} |" in README
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "shown"),
+    [("license", '^license = "(.+)"', "{}"), ("python", '^requires-python = ">=(.+)"', "{}+")],
+)
+def test_a_badge_shows_the_value_of_the_package(name, pattern, shown):
+    value = shown.format(re.search(pattern, (ROOT / "pyproject.toml").read_text(), re.M)[1])
+    badge = (ROOT / "docs" / "images" / f"badge_{name}.svg").read_text()
+    assert f"![{name}: {value}](docs/images/badge_{name}.svg)" in README
+    assert re.findall(r"<text [^>]+>([^<]+)", badge) == [name, value]
+
+
 @pytest.mark.thorough
 def test_the_commands_of_the_first_result_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
