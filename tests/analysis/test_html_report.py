@@ -621,11 +621,13 @@ def test_only_a_report_is_replaced(folder, tmp_path):
     first = out.read_text()
     assert command("report", folder, write_run(tmp_path / "b", CONFIG, METRICS), "-o", out).code == 0
     assert out.read_text() != first
-    before = (folder / "config.yaml").read_bytes()
-    for other in (folder / "config.yaml", tmp_path):
+    page, held = tmp_path / "own.html", tmp_path / "folder.html"
+    page.write_text("<html>")
+    held.mkdir()
+    for other in (page, held):
         message = f"-o: {other} exists and is not a report. Name another file, or remove it"
         assert command("report", folder, "-o", other) == (2, "", f"fl-lightning: error: {message}\n")
-    assert (folder / "config.yaml").read_bytes() == before
+    assert page.read_text() == "<html>"
     message = "-o: the name is empty. Name a file, such as report.html"
     assert command("report", folder, "-o", "") == (2, "", f"fl-lightning: error: {message}\n")
 
