@@ -261,10 +261,12 @@ def test_a_failed_round_does_not_change_the_state_from_which_a_client_continues(
     simulated = experiment(tmp_path / "alone", FedRep(), **OPTIONS | options)
     real = simulated.engine.run
 
-    def run_and_fail(worker, tasks):
-        for result in real(worker, tasks):
+    def run_and_fail(worker, tasks, done):
+        def receive(result):
             failing = result.client == 1 and simulated.round == 1
-            yield failed(result, simulated.round + 1) if failing else result
+            done(failed(result, simulated.round + 1) if failing else result)
+
+        real(worker, tasks, receive)
 
     simulated.engine.run = run_and_fail
     with pytest.warns(UserWarning, match="client 1, round 2"):
