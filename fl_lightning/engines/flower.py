@@ -167,17 +167,16 @@ class FlowerEngine(Engine):
         link, waiting, limit = self.link, dict[int, Waiting](), self.timeout or float("inf")
         link.check_interrupt = self.check_interrupt
         link.idle.clear()
-        expected = dict[int, Result | None]()  # what a client sends, by the number of its network
         away = self._missed - link.connected_clients() if self._missed else set()
         for task in tasks:
             is_away = task.client in away
             fixed = worker.for_client(task.client).fixed_digest
             waiting[task.client] = Waiting(task, fixed, min(limit, RETURN) if is_away else limit, is_away)
             self._send(link, waiting[task.client])
-            if (group := worker.for_client(task.client).group) not in expected:
-                expected[group] = rehearse(worker, task)
         if away:
             link.ask(away)
+        examples = {worker.for_client(client).group: one.task for client, one in waiting.items()}  # one per network
+        expected = {group: rehearse(worker, task) for group, task in examples.items()}  # while the clients train
         asked = time.monotonic()
         while waiting:
             self.check_interrupt()

@@ -215,7 +215,8 @@ class StackedFit:
             return None
         tables: dict[int, OptionTable] = {}  # by number of steps, if the schedule depends on it
         chosen = []
-        for client, module in ((client, client.module) for client in self.clients):
+        for client in self.clients:
+            module = client.module
             optimizer = module.optimizer_for(module.backbone.parameters())
             schedule = module.schedule_for(optimizer)
             depends = isinstance(schedule, WarmupCosine) or module.context.schedule_starts.rounds > 1

@@ -260,9 +260,8 @@ def test_compressors_that_need_residuals_are_refused_for_downloads(tmp_path, com
 
 @pytest.mark.thorough
 def test_top_k_with_feedback_reaches_fedavg_and_without_it_does_not(tmp_path):
-    """Run the experiment of docs/compression.md with fewer steps: one or two per client, and half of the rounds."""
-    words = ["--rounds", "100", "--trainer.max_epochs", "1", "--batch_size", "128", "--optimizer.lr", "0.5"]
-    words += ["--evaluation.every", "100", "--logger", "null"]
+    """Run the first seed of the table in docs/compression.md, without evaluation before the last round."""
+    words = ["--rounds", "200", "--trainer.max_epochs", "1", "--evaluation.every", "200", "--logger", "null"]
 
     def accuracy(name, *options):
         folder = tmp_path / name
@@ -271,8 +270,8 @@ def test_top_k_with_feedback_reaches_fedavg_and_without_it_does_not(tmp_path):
 
     dense, kept = accuracy("dense"), accuracy("kept", "--compression", "TopK")
     lost = accuracy("lost", "--compression", "TopK", "--compression.feedback", "false")
-    assert kept > dense - 0.03
-    assert lost < dense - 0.08
+    assert kept > dense - 0.01
+    assert lost < dense - 0.01
 
 
 def test_what_attackers_send_is_compressed_too(tmp_path, monkeypatch):
