@@ -20,6 +20,7 @@ def allowed_objects() -> dict[str, Any]:
     from lightning.pytorch.loggers import Logger
     from torch import optim
 
+    from fl_lightning.data.remote import DataDescription
     from fl_lightning.models import Mixed
 
     kinds = (*map(base, BASES), Mixed)
@@ -32,4 +33,4 @@ def allowed_objects() -> dict[str, Any]:
     allowed = dict(allowed_in_checkpoints())
     for place, bases in places:
         allowed |= public_classes(place, bases)
-    return allowed | by_import_path(getattr(callbacks, name) for name in CLIENT_CALLBACKS)
+    return allowed | by_import_path([DataDescription, *(getattr(callbacks, name) for name in CLIENT_CALLBACKS)])

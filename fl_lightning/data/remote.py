@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.data.custom_data import read_schema
 from fl_lightning.data.datasets import Dataset, LoadedData
@@ -69,49 +69,32 @@ class DataDescription:
         return {key: value for key, value in asdict(self).items() if key not in ("train", "test", "digest")}
 
 
-class DescriptionFields(TypedDict, total=False):
-    """The fields of a `DataDescription` in a config. With their types, a class named `no` or `1e3` stays a text."""
-
-    train: int
-    test: int
-    in_shape: list[int]
-    inputs: str
-    outputs: int
-    labels: Labels
-    digest: str
-    schema: str
-    classes: list[str]
-
-
 class RemoteClients(Dataset):
     """Data of clients on their own machines, for `FlowerEngine`. The server only has descriptions of the data.
 
     Args:
         clients: Number of clients.
-        described: The fields of the `DataDescription` of each client, by client id. The server asks for them before
-            round 1; leave it out.
+        described: The description of each client's data, by client id. The server asks for them before round 1; leave
+            it out.
         test: A dataset on the server whose test samples are the global test set. By default there is none, and only the
             clients' models are evaluated.
         schema: The `schema.json` with which the clients' tables are encoded, so that the run has it for exports.
 
     Raises:
-        ConfigError: `clients` is below 1, a description has other fields, or the schema cannot be read.
+        ConfigError: `clients` is below 1, or the schema cannot be read.
     """
 
     def __init__(
         self,
         clients: int,
-        described: list[DescriptionFields] | None = None,
+        described: list[DataDescription] | None = None,
         test: Dataset | None = None,
         schema: str | None = None,
     ) -> None:
         check_number("scenario.dataset.clients", clients, "[1, inf)")
         self.clients, self.test = clients, test
         self.schema = None if schema is None else read_schema(schema)
-        try:
-            self.described = None if described is None else [DataDescription(**each) for each in described]
-        except TypeError as error:
-            raise ConfigError(f"scenario.dataset.described: {one_line(error)}. Leave it out") from error
+        self.described = described
 
     def load(self) -> LoadedData:
         """Return placeholders of the clients' samples, which take no memory, and the global test set, if any.

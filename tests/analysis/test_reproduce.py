@@ -552,6 +552,15 @@ def test_titles_and_names_are_escaped(here):
     assert "U|[red]x" in run("reproduce", "table.yaml", "--show").out
 
 
+@pytest.mark.parametrize("words", [(), ("--show",)])
+def test_a_file_is_not_taken_for_the_folder_of_runs(here, words):
+    Path("results").write_text("mine")
+    done = run("reproduce", "table.yaml", "--out", "results", *words)
+    assert (done.code, done.out) == (2, "")
+    assert "results" in done.err
+    assert Path("results").read_text() == "mine"
+
+
 def test_significant_claims_are_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}

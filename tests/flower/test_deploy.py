@@ -140,7 +140,7 @@ DESCRIBED = DataDescription(20, 5, [4], "float32", 3, "classes", "sha256:0")
     ],
 )
 def test_options_that_split_data_are_refused(options, message):
-    remote = RemoteClients(2, [vars(DESCRIBED)] * 2)
+    remote = RemoteClients(2, [DESCRIBED] * 2)
     given = {"partition": ByClient(), "clients": 2}
     assert len(Scenario(remote, **given).build(0).shards) == 2
     with pytest.raises(ConfigError, match=f"^{message}"):

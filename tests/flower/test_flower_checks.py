@@ -1,6 +1,7 @@
 """Checks of what a client's machine sends. They run without Flower."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -300,6 +301,6 @@ def test_names_that_cannot_be_sent_are_left_out():
 
 
 def test_the_server_knows_the_names_of_the_classes():
-    one = vars(described("no", "1e3"))
-    remote = RemoteClients(2, [one | {"classes": []}, one])
+    one = described("no", "1e3")
+    remote = RemoteClients(2, [replace(one, classes=[]), one])
     assert Scenario(remote, ByClient(), 2).build(0).data.class_names == ["no", "1e3"]

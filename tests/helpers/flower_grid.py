@@ -133,7 +133,7 @@ def remote_experiment(run_dir, simulated, method, grid=None, folder=None, test=T
 
     grid = grid or LocalGrid(nodes_of(data, folder, build))
     link = ClientLink(grid)
-    described += [vars(each) for each in link.find(clients, 5, print)]
+    described += link.find(clients, 5, print)
     link.expected = link.find(clients, 0, print)
     engine = engine or FlowerEngine()
     run = experiment(run_dir, method(), scenario=scenario(), engine=engine, **options)

@@ -19,7 +19,7 @@ from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
 from fl_lightning.core.console import SafeConsole
-from fl_lightning.core.errors import check_positive
+from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import echo
 
@@ -29,6 +29,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     check_positive("--", workers=given.workers, threads=given.threads)
     table = read_table(given.table).part(given.rows or (), given.columns or (), given.seeds or ())
     out, overrides = Path(given.out or Path("runs", "reproduce", table.name)), given.set or []
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is not a folder. Give another --out")
     scale = Scale(given.scale, given.scale_epochs)
     jobs = table_jobs(table, out, scale, overrides)
     failed: list[JobResult] = []
