@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
@@ -117,7 +118,17 @@ class KnowledgeMap(RoundFigure):
         shown = axes.scatter(x, y, c=targets, s=8, **scale)
         axes.scatter(at_x, at_y, c=held, s=DIAMOND**2, marker="D", edgecolors="black", zorder=4, **scale)
         axes.set(xticks=[], yticks=[])
-        client = self.names.client(int(arrays["client"]))
+        self._describe_marks(figure, axes, self.names.client(int(arrays["client"])))
+        if named:
+            self._add_class_legend(figure, colors, np.union1d(targets, held).tolist())
+        else:
+            figure.colorbar(shown, ax=axes, label="class")
+        if len(held) <= MOST_LABELS:
+            place_labels(axes, arrays["knowledge"], self._class_names(held))
+        return figure
+
+    def _describe_marks(self, figure: Figure, axes: Axes, client: str) -> None:
+        """Write the title of a client's map, and the legend of its points and diamonds."""
         title = f"trained model of {client}:\nlogits of test samples, and structural knowledge"
         axes.set_title(title, fontsize=9, parse_math=False)
         owner = f"knowledge of {client}, by class"
@@ -127,20 +138,17 @@ class KnowledgeMap(RoundFigure):
         ]
         legend = figure.legend(handles=kinds, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         legend.get_texts()[1].set_parse_math(False)
-        if named:
-            present = np.union1d(targets, held).tolist()
-            points = [Line2D([], [], color=colors(j), marker="o", linestyle="", label=str(j)) for j in present]
-            legend = figure.legend(handles=points, loc="outside right upper", title="class", fontsize=8, frameon=False)
-            for text, name in zip(legend.get_texts(), labels(self.names.classes, present), strict=True):
-                text.set(
-                    text=shorten_name(name, TICK_LETTERS), parse_math=False
-                )  # labels of handles may not begin with _
-        else:
-            figure.colorbar(shown, ax=axes, label="class")
-        if len(held) <= MOST_LABELS:
-            texts = [shorten_name(name, TICK_LETTERS) for name in labels(self.names.classes, held)]
-            place_labels(axes, arrays["knowledge"], texts)
-        return figure
+
+    def _add_class_legend(self, figure: Figure, colors: Colormap, classes: Sequence[int]) -> None:
+        """Add a legend of the colours of the classes."""
+        points = [Line2D([], [], color=colors(j), marker="o", linestyle="", label=str(j)) for j in classes]
+        legend = figure.legend(handles=points, loc="outside right upper", title="class", fontsize=8, frameon=False)
+        for text, name in zip(legend.get_texts(), self._class_names(classes), strict=True):
+            text.set(text=name, parse_math=False)  # labels of handles may not begin with _
+
+    def _class_names(self, classes: Iterable[int]) -> list[str]:
+        """Return the names of classes, shortened."""
+        return [shorten_name(name, TICK_LETTERS) for name in labels(self.names.classes, classes)]
 
 
 def place_labels(axes: Axes, points: np.ndarray, texts: Sequence[str]) -> None:

@@ -130,42 +130,57 @@ def round_metrics(run: FederatedRun) -> list[str]:
     Args:
         run: The run, with data and worker built.
     """
-    shards, evaluation = run.data.shards, run.evaluation
-    scored = run.evaluator.scored if evaluation.of_received else range(len(shards))
-    server = run.evaluator.server
-    scored = [client for client in scored if len(shards[client].test) and client not in server.adversary.attackers]
-    losses = dict.fromkeys(["loss", *(name for group in run.worker.groups for name in group.template.loss_names)], 0.0)
     score = Score(1, dict.fromkeys(run.worker.scorer.score_names, 0.0))
-    names: list[str] = []
-    if run.algorithm.one_model and run.data.has_global_test:
-        few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
-        shared = few_shot or list(score.values)
-        names += [f"global/{name}" for name in shared]
-        names += [
-            f"global/uncalibrated_{name}" for name in shared if isinstance(run.algorithm, Calibrates) and name != "loss"
-        ]
-    if scored:
-        names += [*client_summary([score]), *["client/untrained"] * evaluation.of_received]
-    architectures = {name: [score] for client in scored if (name := run.worker.architecture_of(client))}
-    names += architecture_means(architectures)
-    if evaluation.client_model == "both" and any(len(shard.test) for shard in shards):
-        names += client_summary([score], "trained_client")
-    if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
-        names += client_summary([score], "new_client")
-        names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
-    names += train_metrics([Result(0, 0, losses=losses)])
-    names += personal_means([score] * evaluation.personal_on_global)
+    losses = dict.fromkeys(["loss", *(name for group in run.worker.groups for name in group.template.loss_names)], 0.0)
+    names = [*_global_metrics(run, score), *_client_metrics(run, score), *train_metrics([Result(0, 0, losses=losses)])]
+    names += personal_means([score] * run.evaluation.personal_on_global)
     names += [name for aggregator in run.algorithm.aggregator.chain() for name in aggregator.reports]
-    names += server.attack_metrics([])
+    names += run.evaluator.server.attack_metrics([])
     if run.data.wanted_predictions is not None and (run.data.has_global_test or not run.algorithm.one_model):
         names += ["attack/success_rate"]
     names += ["client/failed"] * (run.on_client_failure == "drop")
     names += ["time/fit_s", "time/round_s", "time/processor_s", "client_<id>/train_loss"]
     if schedule := run.evaluator.server.schedule:
         names += ["time/simulated_s", *schedule.policy.metrics]
-    ids = ["<id>"] if len(scored) == len(shards) else scored
-    names += [client_key(client, name) for client in ids for name in own_metrics({0: score})[0]]
-    return [*names, *(name for callback in run.callbacks for name in callback.metrics(run))]
+    return [*names, *_metrics_by_client(run, score), *(name for each in run.callbacks for name in each.metrics(run))]
+
+
+def _global_metrics(run: FederatedRun, score: Score) -> list[str]:
+    """Return the names of the global model's metrics."""
+    if not (run.algorithm.one_model and run.data.has_global_test):
+        return []
+    few_shot = ["acc", "loss", "acc_interval"] if run.data.data.evaluate else []
+    shared = few_shot or list(score.values)
+    uncalibrated = [name for name in shared if isinstance(run.algorithm, Calibrates) and name != "loss"]
+    return [*(f"global/{name}" for name in shared), *(f"global/uncalibrated_{name}" for name in uncalibrated)]
+
+
+def _client_metrics(run: FederatedRun, score: Score) -> list[str]:
+    """Return the names of summaries over the clients' models, and over those of new clients."""
+    names: list[str] = []
+    if scored := _scored_clients(run):
+        names += [*client_summary([score]), *["client/untrained"] * run.evaluation.of_received]
+    names += architecture_means({name: [score] for client in scored if (name := run.worker.architecture_of(client))})
+    if run.evaluation.client_model == "both" and any(len(shard.test) for shard in run.data.shards):
+        names += client_summary([score], "trained_client")
+    if any(len(run.data.shard(client).test) for client in run.evaluator.new_clients):
+        names += client_summary([score], "new_client")
+        names += ["new_client/untrained"] * (not run.evaluator.trains_new_clients)
+    return names
+
+
+def _metrics_by_client(run: FederatedRun, score: Score) -> list[str]:
+    """Return the names of the metrics of single clients, with `<id>` if all clients have them."""
+    scored = _scored_clients(run)
+    ids = ["<id>"] if len(scored) == len(run.data.shards) else scored
+    return [client_key(client, name) for client in ids for name in own_metrics({0: score})[0]]
+
+
+def _scored_clients(run: FederatedRun) -> list[int]:
+    """Return the clients whose models are evaluated on their own test samples. Attackers are left out."""
+    shards, attackers = run.data.shards, run.evaluator.server.adversary.attackers
+    scored = run.evaluator.scored if run.evaluation.of_received else range(len(shards))
+    return [client for client in scored if len(shards[client].test) and client not in attackers]
 
 
 def logged_by_clients(run: FederatedRun, results: Sequence[Result]) -> RoundMetrics:

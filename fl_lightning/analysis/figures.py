@@ -168,15 +168,7 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     Raises:
         ConfigError: No group has a curve, or the x axis was not recorded.
     """
-
-    def curves_of(panel: Mapping[str, Group]) -> dict[str, Curve]:
-        curves = {
-            name: mean_curve([run.rounds for run in group.runs], found.metric, x, percent)
-            for name, group in panel.items()
-        }
-        return {name: curve for name, curve in curves.items() if curve}
-
-    curves = [curves_of(panel) for panel in panels.groups.values()]
+    curves = [_mean_curves(panel, found.metric, x, percent) for panel in panels.groups.values()]
     if not any(curves):
         raise ConfigError(f"y: {found.metric} has no value in a round that all runs of a group share. Use kind bars.")
     figure, places = paper_figure(width, len(curves))
@@ -187,20 +179,28 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
             axes.set_ylabel(y_label(found, found.metric, percent))
     if len(panels.styles) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
-    cut = {name: curve.rounds for each in curves for name, curve in each.items() if curve.rounds[0] < curve.rounds[1]}
+    figure.notes = [*_curve_notes(found.metric, curves, x), *_remarks(found)]
+    return figure
+
+
+def _mean_curves(panel: Mapping[str, Group], metric: str, x: XAxis, percent: bool) -> dict[str, Curve]:
+    """Return the mean curve of each group of a panel. Groups without a curve are left out."""
+    curves = {name: mean_curve([run.rounds for run in group.runs], metric, x, percent) for name, group in panel.items()}
+    return {name: curve for name, curve in curves.items() if curve}
+
+
+def _curve_notes(metric: str, curves: Sequence[Mapping[str, Curve]], x: XAxis) -> list[str]:
+    """Return the notes of a figure of curves: what a curve and its band are, and which curves are cut."""
+    each_curve = [(name, curve) for panel in curves for name, curve in panel.items()]
     unit = "simulated seconds" if x == "simulated" else x
     at = "" if x == "round" else f", at the mean {unit} of each round"
-    spread = any(curve.std is not None for each in curves for curve in each.values())
+    spread = any(curve.std is not None for _, curve in each_curve)
     over_seeds = f"mean over seeds{at}; band: ± standard deviation (n - 1)" if spread else "one run per group"
-    figure.notes = [
-        f"{found.metric}: {over_seeds}.",
-        *(
-            f"{name}: runs of {low} to {high} rounds; only rounds of all are drawn."
-            for name, (low, high) in cut.items()
-        ),
-        *_remarks(found),
+    cut = {name: curve.rounds for name, curve in each_curve if curve.rounds[0] < curve.rounds[1]}
+    ends = [
+        f"{name}: runs of {low} to {high} rounds; only rounds of all are drawn." for name, (low, high) in cut.items()
     ]
-    return figure
+    return [f"{metric}: {over_seeds}.", *ends]
 
 
 def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float | str) -> PaperFigure:

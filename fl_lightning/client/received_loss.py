@@ -13,10 +13,7 @@ from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.precision import at_least_float32
 
 LOSSES = "losses"
-"""The section of a module's notes with the loss of the received model."""
-
-RECEIVED_LOSS = "received_loss"
-"""The key of an upload's number `F_k(w)`, the loss of the received model on the client's training data."""
+"""The section of a module's notes with `F_k(w)`, the loss of the received model on the client's training data."""
 
 
 def mean_loss(module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -38,7 +35,7 @@ def mean_loss(module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]]) ->
 
 def keep_received_loss(module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     """In `Algorithm.prepare`, compute the loss of the received model on the training data, and keep it for `upload`."""
-    module.notes = {LOSSES: {RECEIVED_LOSS: mean_loss(module, batches)}}
+    module.notes = {LOSSES: {"received_loss": mean_loss(module, batches)}}
 
 
 def received_loss(module: ClientModule) -> float:
@@ -47,7 +44,7 @@ def received_loss(module: ClientModule) -> float:
     Raises:
         NonFiniteError: It is NaN or Inf.
     """
-    loss = float(module.notes[LOSSES][RECEIVED_LOSS])
+    loss = float(module.notes[LOSSES]["received_loss"])
     if not math.isfinite(loss):
         raise NonFiniteError("the received model's loss on the training data is NaN or Inf: lower the learning rate")
     return loss

@@ -78,10 +78,15 @@ class Message:
         sections = {name: map_tensors(Tensor.cpu, content) for name, content in self.sections.items()}
         return Message.pack(sections, **self.numbers)
 
-    def plus(self, sections: Mapping[str, Tensors]) -> Message:
-        """Return a copy of the message with tensors added, given by section; existing sections are extended."""
-        both = {name: self.sections.get(name, {}) | content for name, content in sections.items()}
-        return Message.pack({**self.sections, **both}, **self.numbers)
+    def plus(self, sections: Mapping[str, Tensors] | None = None, /, **numbers: int | float) -> Message:
+        """Return a copy of the message with numbers and tensors added.
+
+        Args:
+            sections: The tensors by section; existing sections are extended.
+            numbers: Plain numbers by name.
+        """
+        both = {name: self.sections.get(name, {}) | content for name, content in (sections or {}).items()}
+        return Message.pack({**self.sections, **both}, **self.numbers | numbers)
 
     @property
     def nbytes(self) -> int:

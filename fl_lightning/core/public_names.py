@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
-BASES = {"Aggregator", "Algorithm", "ClassMeans", "ClientSampler", "Graph", "LossTerm", "SharedKnowledge"}
+BASES = {
+    *("Aggregator", "Algorithm", "ClassMeans", "ClientSampler", "Graph", "LogitAdjustment", "LossTerm"),
+    *("SharedKnowledge",),
+}
 """A class in the algorithms folder is public if it is one of these or derives from one."""
 
 CLASS = re.compile(r"^class ([A-Za-z]\w*)(?:\(([^)]*)\))?:", re.MULTILINE)

@@ -282,7 +282,25 @@ def _read_csv(
     import pandas as pd
 
     file = decompress(path, file)
-    start = file.read(SNIFFED_BYTES)
+    encoding = _check_start(path, file.read(SNIFFED_BYTES))
+    options: dict[str, Any] = {"sep": separator, "encoding": encoding}
+    try:
+        file.seek(0)
+        # `read_csv` would rename a second column `a` to `a.1`.
+        header = pd.read_csv(file, **options, header=None, nrows=1, dtype=str, keep_default_na=False)
+        _check_header(path, header, separator)
+        file.seek(0)
+        options |= {"decimal": number_format.decimal, "dtype": dict.fromkeys(text, str)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
+            return pd.read_csv(file, **options, index_col=False, low_memory=False)
+    except UnicodeError as error:
+        fix = "Save it as UTF-8, for example with iconv -f latin1 -t utf-8"
+        raise BadFile(Path(path), f"not a readable CSV file (its text is not {encoding}: {error}). {fix}") from error
+
+
+def _check_start(path: str, start: bytes) -> str:
+    """Check that a file begins as a CSV file with a header, and return its encoding."""
     encoding = next((name for mark, name in ENCODINGS.items() if start.startswith(mark)), "utf-8")
     kind = next((kind for mark, kind in OTHER_FILES.items() if mark in (start[: len(mark)], start[257:262])), None)
     if encoding == "utf-8" and b"\0" in start:
@@ -292,26 +310,17 @@ def _read_csv(
     if encoding == "utf-8" and (line := re.match(rb"(?:\xef\xbb\xbf)?((?:# |sep=)[^\r\n]*)", start)):
         first = one_line(line[1].decode(errors="replace"))
         raise BadFile(Path(path), f"begins with {first!r} instead of the names of the columns. Remove this line")
-    options: dict[str, Any] = {"sep": separator, "encoding": encoding}
-    try:
-        file.seek(0)
-        # `read_csv` would rename a second column `a` to `a.1`.
-        first = pd.read_csv(file, **options, header=None, nrows=1, dtype=str, keep_default_na=False)
-        names = [name for name in first.iloc[0] if name]
-        _refuse_duplicates(path, names)
-        other = [sign for sign in ",;\t| " if sign != separator and sign in "".join(names)]
-        if len(first.columns) == 1 and other:
-            raise ConfigError(
-                f"{KEY}.separator: {one_line(path)} has only one column with this separator. Did you mean {other[0]!r}?"
-            )
-        file.seek(0)
-        options |= {"decimal": number_format.decimal, "dtype": dict.fromkeys(text, str)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
-            return pd.read_csv(file, **options, index_col=False, low_memory=False)
-    except UnicodeError as error:
-        fix = "Save it as UTF-8, for example with iconv -f latin1 -t utf-8"
-        raise BadFile(Path(path), f"not a readable CSV file (its text is not {encoding}: {error}). {fix}") from error
+    return encoding
+
+
+def _check_header(path: str, header: pd.DataFrame, separator: str) -> None:
+    """Check a CSV file's first row, as a data frame: the columns' names differ, and the separator separates them."""
+    names = [name for name in header.iloc[0] if name]
+    _refuse_duplicates(path, names)
+    other = [sign for sign in ",;\t| " if sign != separator and sign in "".join(names)]
+    if len(header.columns) == 1 and other:
+        what = f"{one_line(path)} has only one column with this separator"
+        raise ConfigError(f"{KEY}.separator: {what}. Did you mean {other[0]!r}?")
 
 
 def _refuse_duplicates(path: str, names: Sequence[str]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -164,50 +165,73 @@ class FlowerEngine(Engine):
         """
         if self.link is None:
             raise ConfigError("engine: FlowerEngine needs the command line. Start the run with `fl-lightning fit`")
-        link, waiting, limit = self.link, dict[int, Waiting](), self.timeout or float("inf")
+        link = self.link
         link.check_interrupt = self.check_interrupt
-        link.idle.clear()
-        away = self._missed - link.connected_clients() if self._missed else set()
-        for task in tasks:
-            is_away = task.client in away
-            fixed = worker.for_client(task.client).fixed_digest
-            waiting[task.client] = Waiting(task, fixed, min(limit, RETURN) if is_away else limit, is_away)
-            self._send(link, waiting[task.client])
-        if away:
-            link.ask(away)
+        waiting = self._send_tasks(link, worker, tasks)
         examples = {worker.for_client(client).group: one.task for client, one in waiting.items()}  # one per network
         expected = {group: rehearse(worker, task) for group, task in examples.items()}  # while the clients train
         asked = time.monotonic()
         while waiting:
             self.check_interrupt()
-            answers = link.poll([name for one in waiting.values() for name in one.sent])
-            for client, one in list(waiting.items()):
-                answer = next((answers[name] for name in one.sent if name in answers), None)
-                if answer and answer.has_error() and not read_excess(answer):  # it gets the task when it is back
-                    one.sent.clear()
-                    link.machines.pop(client, None)
-                    warn_of_absence(one.task)
-                    continue
-                if answer:
-                    result = self._result(worker, one.task, answer, expected[worker.for_client(client).group])
-                    self._missed.discard(client)
-                elif failure := one.failure:
-                    result = failed_result(one.task, failure)
-                    self._missed.add(client)
-                else:
-                    continue
-                del waiting[client]
+            for result in self._results(link, worker, waiting, expected):
                 done(result)
             if time.monotonic() - asked > ASK:
                 asked = time.monotonic()
                 link.ask(waiting)
-            for client in link.idle & waiting.keys():
-                if waiting[client].away:
-                    waiting[client].restart(limit)
-                self._send(link, waiting[client])
-            link.idle.clear()
+            self._resend(link, waiting)
             if waiting:
                 time.sleep(POLL)
+
+    def _send_tasks(self, link: ClientLink, worker: Worker, tasks: Tasks) -> dict[int, Waiting]:
+        """Send each task to its client's machine. Return the tasks by client."""
+        waiting: dict[int, Waiting] = {}
+        link.idle.clear()
+        away = self._missed - link.connected_clients() if self._missed else set()
+        for task in tasks:
+            is_away = task.client in away
+            fixed = worker.for_client(task.client).fixed_digest
+            limit = min(self._limit, RETURN) if is_away else self._limit
+            waiting[task.client] = Waiting(task, fixed, limit, is_away)
+            self._send(link, waiting[task.client])
+        if away:
+            link.ask(away)
+        return waiting
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that a client may take in one round."""
+        return self.timeout or math.inf
+
+    def _results(
+        self, link: ClientLink, worker: Worker, waiting: dict[int, Waiting], expected: Mapping[int, Result | None]
+    ) -> Iterator[Result]:
+        """Yield the results that have arrived, and those of clients whose time is over. Their tasks wait no more."""
+        answers = link.poll([name for one in waiting.values() for name in one.sent])
+        for client, one in list(waiting.items()):
+            answer = next((answers[name] for name in one.sent if name in answers), None)
+            if answer and answer.has_error() and not read_excess(answer):  # it gets the task when it is back
+                one.sent.clear()
+                link.machines.pop(client, None)
+                warn_of_absence(one.task)
+                continue
+            if answer:
+                result = self._result(worker, one.task, answer, expected[worker.for_client(client).group])
+                self._missed.discard(client)
+            elif failure := one.failure:
+                result = failed_result(one.task, failure)
+                self._missed.add(client)
+            else:
+                continue
+            del waiting[client]
+            yield result
+
+    def _resend(self, link: ClientLink, waiting: Mapping[int, Waiting]) -> None:
+        """Send the tasks again to machines that are back without having them."""
+        for client in link.idle & waiting.keys():
+            if waiting[client].away:
+                waiting[client].restart(self._limit)
+            self._send(link, waiting[client])
+        link.idle.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the run's id, and the last rounds (at most two) after which each client stored its state."""

@@ -176,37 +176,47 @@ def answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict]) 
     from flwr.supercore.run import RunNotRunningException
 
     try:
-        return _answer_message(connection, answer)
+        if (message := _pull_message(connection)) is None:
+            return None
+        started = time.monotonic()
+        content = _push_reply(connection, message, answer)
     except RunNotRunningException as error:
         raise RunEnded("the run has ended") from error
+    round = dict(message.content.get("values", {})).get("round")
+    question = message.metadata.message_type if round is None else f"round {round}"
+    return Answered(one_short_line(question), content, time.monotonic() - started)
 
 
-def _answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict]) -> Answered | None:
-    from flwr.app import Message
-    from flwr.supercore.inflatable.inflatable_object import (
-        get_all_nested_objects,
-        get_object_tree,
-        iterate_object_tree,
-        no_object_id_recompute,
-    )
-    from flwr.supercore.inflatable.inflatable_utils import (
-        inflate_object_from_contents,
-        pull_objects,
-        push_object_contents_from_iterable,
-    )
+def _pull_message(connection: Any) -> Any:
+    """Return the next message of the server, with all of its parts, or None if there is no message."""
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 
-    _, receive, send, _, _, pull_object, push_object, confirm = connection
+    _, receive, _, _, _, pull_object, _, confirm = connection
     if (received := receive()) is None:
         return None
     envelope, tree = received
     run, name = envelope.metadata.run_id, envelope.metadata.message_id
-    contents = pull_objects(
-        [each.object_id for each in iterate_object_tree(tree)], pull_object_fn=lambda each: pull_object(run, each)
-    )
+    parts = [each.object_id for each in iterate_object_tree(tree)]
+    contents = pull_objects(parts, pull_object_fn=lambda each: pull_object(run, each))
     confirm(run, name)
     message: Any = inflate_object_from_contents(tree.object_id, contents)
     message.metadata.__dict__["_message_id"] = tree.object_id
-    started = time.monotonic()
+    return message
+
+
+def _push_reply(connection: Any, message: Any, answer: Callable[[RecordDict], RecordDict]) -> RecordDict:
+    """Answer a message, send the answer to the server, and return it."""
+    from flwr.app import Message
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        get_object_tree,
+        no_object_id_recompute,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import push_object_contents_from_iterable
+
+    _, _, send, _, _, _, push_object, _ = connection
+    run, started = message.metadata.run_id, time.monotonic()
     with no_object_id_recompute():
         content = answer(message.content)
         reply = Message(content, reply_to=message)
@@ -214,10 +224,8 @@ def _answer_message(connection: Any, answer: Callable[[RecordDict], RecordDict])
         objects = get_all_nested_objects(reply)
         wanted, session = send(reply, get_object_tree(reply), time.monotonic() - started)
         parts = ((each, objects[each].deflate()) for each in wanted)
-        push_object_contents_from_iterable(parts, lambda each, content: push_object(run, session, each, content))
-    round = dict(message.content.get("values", {})).get("round")
-    question = message.metadata.message_type if round is None else f"round {round}"
-    return Answered(one_short_line(question), content, time.monotonic() - started)
+        push_object_contents_from_iterable(parts, lambda each, part: push_object(run, session, each, part))
+    return content
 
 
 # --- The server of a run ---------------------------------------------------------------------------------------------
@@ -300,27 +308,20 @@ def acquire_run(control: Any, address: tuple[str, bool, bytes | None], files: Ma
 def serve_run(grid: Any) -> Iterator[None]:
     """Context in which this process acts as the server of a Flower run. On exit, the SuperLink ends the run."""
     from flwr.common.constant import SubStatus
-    from flwr.common.serde import run_from_proto
-    from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
+    from flwr.proto.runtime_pb2 import PushTaskOutputRequest
     from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
     from flwr.supercore.run import RunNotRunningException
-    from flwr.supercore.task_identity import TaskIdentity
     from httpx import HTTPError
 
-    given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
-    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
-    TaskIdentity.node_id = given.context.node_id
-    grid.set_run(run_from_proto(given.run))
+    _take_task(grid)
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(grid._runtime_client))  # SIGINT here if the run is stopped
     heartbeat.start()
     ended = PushTaskOutputRequest(sub_status=SubStatus.COMPLETED)
     try:
         yield
     except (RunNotRunningException, HTTPError) as error:  # which of them depends on the request that meets it first
-        reason = one_line(error) or "it is not running"
-        raise RunStopped(
-            f"the SuperLink has ended the run: {reason}. Continue it with fl-lightning fit --resume"
-        ) from error
+        reason, fix = one_line(error) or "it is not running", "Continue it with fl-lightning fit --resume"
+        raise RunStopped(f"the SuperLink has ended the run: {reason}. {fix}") from error
     except BaseException as error:
         ended = PushTaskOutputRequest(sub_status=SubStatus.FAILED, details=one_line(error))
         raise
@@ -330,3 +331,15 @@ def serve_run(grid: Any) -> Iterator[None]:
             heartbeat.stop()
         with suppress(HTTPError, RunNotRunningException):
             grid._runtime_client.PushTaskOutput(ended)
+
+
+def _take_task(grid: Any) -> None:
+    """Take over the task of the run's server, so that requests of this process carry its ids."""
+    from flwr.common.serde import run_from_proto
+    from flwr.proto.runtime_pb2 import PullTaskInputRequest
+    from flwr.supercore.task_identity import TaskIdentity
+
+    given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+    TaskIdentity.node_id = given.context.node_id
+    grid.set_run(run_from_proto(given.run))

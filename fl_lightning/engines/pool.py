@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.processor_time import add_worker_seconds
@@ -20,7 +20,7 @@ from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.lost_workers import LostWorkers
 from fl_lightning.engines.pool_worker import PoolWorker, WorkerLost
 from fl_lightning.engines.serialization import SerializedValue, SharedPositions, SharedTensorStore
-from fl_lightning.engines.task_server import Steps, process_settings
+from fl_lightning.engines.task_server import Answer, Steps, process_settings
 from fl_lightning.engines.worker import Worker
 
 QUEUED = 2  # tasks of a worker: the one it runs, and one to continue with while its result is processed
@@ -329,26 +329,39 @@ class PoolEngine(Engine):
             self._longest = max(self._longest, time.monotonic() - pool_worker.since)
         pool_worker.pending, pool_worker.steps = pool_worker.pending - 1, None
         self._restart_clock(pool_worker)
-        for text, category, file, line in answer.warnings:
-            if text not in shown:  # each worker sends it once
-                shown.add(text)
-                warnings.warn_explicit(text, category, file, line)
+        show_warnings(answer, shown)
         if answer.refused:
-            for other in [other for other in self.pool_workers if not other.ready]:  # they would fail, too
-                self._remove(other)
-            raise ConfigError(
-                f"engine: a worker process could not load the experiment: {answer.refused}; "
-                f"define its classes and functions in a module that every worker can import"
-            )
+            self._refuse(answer.refused)
         if answer.result is None:
             pool_worker.ready = True
             return None
         pool_worker.tasks.popleft()
-        add_worker_seconds(answer.processor_seconds)
-        if answer.trace:
-            assert answer.result.failure
-            answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
-        return answer.result
+        return finished_result(answer)
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raise an error because workers cannot load the experiment. Workers that are still loading it are removed."""
+        for other in [other for other in self.pool_workers if not other.ready]:  # they would fail, too
+            self._remove(other)
+        fix = "define its classes and functions in a module that every worker can import"
+        raise ConfigError(f"engine: a worker process could not load the experiment: {why}; {fix}")
+
+
+def show_warnings(answer: Answer, shown: set[str]) -> None:
+    """Show the warnings of a worker's answer that are not in `shown`, and add them to it. Each worker sends them."""
+    for text, category, file, line in answer.warnings:
+        if text not in shown:
+            shown.add(text)
+            warnings.warn_explicit(text, category, file, line)
+
+
+def finished_result(answer: Answer) -> Result:
+    """Return the result of a worker's answer. Its processor time is counted, and a failure gets the worker's trace."""
+    assert answer.result
+    add_worker_seconds(answer.processor_seconds)
+    if answer.trace:
+        assert answer.result.failure
+        answer.result.failure.__cause__ = RemoteTraceback(answer.trace)
+    return answer.result
 
 
 def serialize_worker(worker: Worker, left_out: SharedPositions | None = None) -> SerializedValue:

@@ -78,35 +78,13 @@ class StackedEngine(RoundEngine):
             ConfigError: Something cannot be stacked; the message says what and why.
         """
         super().check(worker)
-        trainer = worker.idle_trainer
-        if odd := obstacle_to_loop(trainer):
-            raise refusal(*odd)
-        if worker.training.compile:
-            raise refusal("compile", "a step of many clients is not the step that was compiled")
-        if len(networks_of(worker.model)) > 1:
-            raise refusal("several networks", "all clients of a batched model have the same")
-        if worker.training.dp_sgd:
-            raise refusal("dp_sgd", "gradients of single samples are clipped, not of a client's batch")
-        if worker.training.mixing:
-            raise refusal("mixup and cutmix", "each client draws its own mixtures")
-        if isinstance(worker.data.data.x_train, Inputs):
-            raise refusal("several inputs", "its batches are one tensor")
-        if isinstance(inputs := worker.data.data.x_train, LazySamples) and inputs.draws:
-            raise refusal("lazily read samples with random transforms", "each client's numbers are drawn as it reads")
+        refuse_options(worker)
         clients = [worker.modules.build().train() for _ in range(2)]
         check_module(clients[0])
-        classes = worker.data.data.num_classes
         for client in clients:
-            client.context = FitContext(class_counts=torch.ones(worker.data.objective.stratum_count(classes)))
-            client.trainer = trainer
-            for piece in client.pieces():
-                piece.load(piece.initial(classes))
-            client.to(worker.device)
-            with quiet_lightning(worker.shown):
-                client.on_fit_start()
-                client.on_train_epoch_start()
+            begin_fit(worker, client)
         x, y = next(iter(worker.client_data.test_batches()))
-        with trainer.precision_plugin.forward_context():
+        with worker.idle_trainer.precision_plugin.forward_context():
             check_steps(clients, x[:8], y[:8])
 
     def batches(self, worker: Worker, clients: Sequence[int]) -> list[list[int]]:
@@ -166,6 +144,38 @@ class StackedEngine(RoundEngine):
 def refusal(what: str, why: str) -> ConfigError:
     """Return the error that says what cannot be trained as part of a batched model, and why."""
     return ConfigError(f"engine: StackedEngine cannot stack {what} ({why}); use SequentialEngine")
+
+
+def refuse_options(worker: Worker) -> None:
+    """Raise an error for options of a run with which clients cannot be trained as one batched model."""
+    if odd := obstacle_to_loop(worker.idle_trainer):
+        raise refusal(*odd)
+    if worker.training.compile:
+        raise refusal("compile", "a step of many clients is not the step that was compiled")
+    if len(networks_of(worker.model)) > 1:
+        raise refusal("several networks", "all clients of a batched model have the same")
+    if worker.training.dp_sgd:
+        raise refusal("dp_sgd", "gradients of single samples are clipped, not of a client's batch")
+    if worker.training.mixing:
+        raise refusal("mixup and cutmix", "each client draws its own mixtures")
+    inputs = worker.data.data.x_train
+    if isinstance(inputs, Inputs):
+        raise refusal("several inputs", "its batches are one tensor")
+    if isinstance(inputs, LazySamples) and inputs.draws:
+        raise refusal("lazily read samples with random transforms", "each client's numbers are drawn as it reads")
+
+
+def begin_fit(worker: Worker, client: ClientModule) -> None:
+    """Begin the fit of a newly built client module, with initial shared knowledge."""
+    classes = worker.data.data.num_classes
+    client.context = FitContext(class_counts=torch.ones(worker.data.objective.stratum_count(classes)))
+    client.trainer = worker.idle_trainer
+    for piece in client.pieces():
+        piece.load(piece.initial(classes))
+    client.to(worker.device)
+    with quiet_lightning(worker.shown):
+        client.on_fit_start()
+        client.on_train_epoch_start()
 
 
 def check_module(module: ClientModule) -> None:

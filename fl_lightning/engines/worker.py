@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.protocols import ComparesGroups, SharesNetwork
 from fl_lightning.client.dp_sgd import PrivateGradients, obstacle_to_vmap
 from fl_lightning.client.fit import ClientTrainerView, configure_optimizer
@@ -47,7 +47,7 @@ from fl_lightning.core.fixed_tensors import (
     shared_tensors,
     use_memory,
 )
-from fl_lightning.core.message import Tensors
+from fl_lightning.core.message import Message, Tensors
 from fl_lightning.core.seeding import RandomStates, Stream, derive, seed_everything
 from fl_lightning.core.state_dicts import State
 from fl_lightning.core.task import Result, Task, failed_result
@@ -412,9 +412,8 @@ class Worker:
             optimizer_state: The final state of the client's optimizer if it is kept, as `optimizer_tensors` gives it.
             logged: Metrics that callbacks logged in the client's fit.
         """
-        samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
         private = self.training.dp_sgd is not None
-        training_batches: Any = HiddenSamples() if private else self.client_data.training_batches(task.client)
+        batches: Any = HiddenSamples() if private else self.client_data.training_batches(task.client)
         upload, memory, local, on_global, success = None, task.memory, None, None, None
         untrained = task.evaluate and not task.fit and self.algorithm.is_untrained(module, memory)
         runs_module = task.evaluates or module.knowledge or not self.algorithm.plain_exchange
@@ -422,18 +421,9 @@ class Worker:
             module.loss_record.settle()  # a NaN is reported as such, not as an error that it causes here
         with inference(module, self.idle_trainer) if runs_module else torch.no_grad():
             if task.upload:
-                if module.weight_memory.flat is None:
-                    check_shapes(module.backbone, self.template.backbone.state_dict())
-                upload = self.algorithm.upload(module, training_batches, samples, classes)
-                memory = self.algorithm.remember(module, upload)
-                if optimizer_state:
-                    memory = memory | to_cpu({"optimizer": optimizer_state})
-                memory = memory if self.device.type == "cpu" else on_cpu(memory)
-                received = self.codec.restore_download(task.download, task.client).section("model")
-                upload, residual = self.codec.compress_upload(upload, received, task.memory, task.round, task.client)
-                memory = memory | residual
+                upload, memory = self._upload(task, module, optimizer_state, batches)
             if task.evaluates:
-                self.algorithm.personalize(module, training_batches)
+                self.algorithm.personalize(module, batches)
             if task.evaluate:
                 (local,) = self.scorer.local_scores(module, [task.client])
                 success = self.attack_success(module)
@@ -443,6 +433,22 @@ class Worker:
         result = replace(result, untrained=untrained, attack_success=success)
         sends_losses = task.fit and not (private and self.own_machine)
         return unread_result(task, result, module.loss_record if sends_losses else None)
+
+    def _upload(
+        self, task: Task, module: ClientModule, optimizer_state: Tensors, batches: Batches
+    ) -> tuple[Message, State]:
+        """Return a client's upload, compressed if asked, and the state that it keeps until its next round."""
+        if module.weight_memory.flat is None:
+            check_shapes(module.backbone, self.template.backbone.state_dict())
+        samples, classes = self.client_data.sample_count(task.client), self.data.data.num_classes
+        upload = self.algorithm.upload(module, batches, samples, classes)
+        memory = self.algorithm.remember(module, upload)
+        if optimizer_state:
+            memory = memory | to_cpu({"optimizer": optimizer_state})
+        memory = memory if self.device.type == "cpu" else on_cpu(memory)
+        received = self.codec.restore_download(task.download, task.client).section("model")
+        upload, residual = self.codec.compress_upload(upload, received, task.memory, task.round, task.client)
+        return upload, memory | residual
 
     def attack_success(self, module: ClientModule) -> float | None:
         """Return the success rate of an attack on a client's model; None without an attack or with a global model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any, cast
 
 import lightning as L
@@ -18,6 +19,7 @@ from fl_lightning.client.lightning_model import (
 )
 from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.loss_term import FitContext
+from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError, blame
 from fl_lightning.engines.checks import (
     blame_inputs,
@@ -81,7 +83,29 @@ def check_worker(worker: Worker, scaled: bool = False) -> None:
 
 def check_network(worker: Worker, scaled: bool) -> None:
     """Check the network, and the options that depend on it: the optimizer, the schedules and the metrics."""
-    objective, outputs, trainer = worker.data.objective, worker.data.data.num_classes, worker.idle_trainer
+    trainer = worker.idle_trainer
+    module = build_module(worker)
+    set_up_callbacks(worker.client_callbacks, trainer, worker.modules.build())
+    work, longest = works = local_works(worker)
+    if not worker.group:
+        warn_of_cut_steps(trainer, work.steps)
+    if module.trains_itself:
+        warn_of_unused_optimizer(module)
+        check_own_training(worker, ClientTrainerView(trainer, trainer, work))
+    check_schedules(worker, works, scaled)
+    begin_fit(worker, module, longest)
+    batch = next(iter(worker.client_data.ordered_batches(None)))
+    check_forward_pass(worker, module, *batch)
+    if worker.training.dp_sgd:
+        check_dp_sgd(worker.algorithm, module, batch)
+        if reason := worker.obstacle_to_vmap:
+            what = f"{class_name(module.backbone)} computes the gradients of single samples one by one"
+            warnings.warn(f"dp_sgd: {what}, which is slow, because torch.vmap cannot ({reason}).", stacklevel=2)
+
+
+def build_module(worker: Worker) -> ClientModule:
+    """Return a new module of a client on the training device. Its class weights and mixing are checked."""
+    objective, outputs = worker.data.objective, worker.data.data.num_classes
     with blame("model"):
         module = worker.modules.build().to(worker.device)
     warn_of_eval_mode(module)
@@ -89,35 +113,46 @@ def check_network(worker: Worker, scaled: bool) -> None:
         check_class_weights(worker.training.class_weights, objective, outputs, module)
     if worker.training.mixing:
         check_mixing(worker.training.mixing, worker.data, module)
-    scorer = worker.scorer
-    set_up_callbacks(worker.client_callbacks, trainer, worker.modules.build())
+    return module
+
+
+def local_works(worker: Worker) -> tuple[LocalWork, LocalWork]:
+    """Return how much the clients with the fewest and the most samples train, and check that it is at least a step."""
     sizes = worker.data.concatenate()[1]
     fewest, most = (max(1, math.ceil(int(n) / worker.training.batch_size)) for n in (sizes.min(), sizes.max()))
-    check_share(trainer, fewest)
-    works = work, longest = [LocalWork.under(trainer, batches) for batches in (fewest, most)]
-    if not worker.group:
-        warn_of_cut_steps(trainer, work.steps)
-    if module.trains_itself:
-        warn_of_unused_optimizer(module)
-        check_own_training(worker, ClientTrainerView(trainer, trainer, work))
+    check_share(worker.idle_trainer, fewest)
+    return LocalWork.under(worker.idle_trainer, fewest), LocalWork.under(worker.idle_trainer, most)
+
+
+def check_schedules(worker: Worker, works: Sequence[LocalWork], scaled: bool) -> None:
+    """Check the optimizer, its learning rates for parts of the network, and its schedule."""
+    module, trainer = worker.modules.build().to(worker.device), worker.idle_trainer
     with blame("optimizer"):
-        spare = worker.modules.build().to(worker.device)
-        if not spare.has_own_optimizer:
-            check_optimizer(spare.optimizer_for(spare.backbone.parameters()), trainer, worker.keeps_optimizer)
-    check_lr_factors(spare, frozenset(worker.fixed))
-    check_schedule(spare, trainer, works, scaled, worker.training.lr_scheduler_rounds)
+        if not module.has_own_optimizer:
+            check_optimizer(module.optimizer_for(module.backbone.parameters()), trainer, worker.keeps_optimizer)
+    check_lr_factors(module, frozenset(worker.fixed))
+    check_schedule(module, trainer, works, scaled, worker.training.lr_scheduler_rounds)
+
+
+def begin_fit(worker: Worker, module: ClientModule, work: LocalWork) -> None:
+    """Build a module's schedule, and begin its loss terms, as at the start of a client's fit."""
+    trainer, classes = worker.idle_trainer, worker.data.objective.stratum_count(worker.data.data.num_classes)
     with blame("lr_scheduler"):
         if not module.has_own_optimizer:
             module.configure_optimizers()
     with blame("algorithm"):
-        module.context = FitContext(class_counts=torch.ones(objective.stratum_count(outputs)))
-        module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, longest))
+        module.context = FitContext(class_counts=torch.ones(classes))
+        module.trainer = cast(L.Trainer, ClientTrainerView(trainer, trainer, work))
         for term in module.terms():
             term.begin(module)
         module.check_fit()
-    x, y = next(iter(worker.client_data.ordered_batches(None)))
+
+
+def check_forward_pass(worker: Worker, module: ClientModule, x: Any, y: torch.Tensor) -> None:
+    """Check the outputs of a module's networks for a batch, their gradients, and the metrics computed from them."""
+    objective, outputs = worker.data.objective, worker.data.data.num_classes
     entries = module.backbone.state_dict().keys()
-    with blame_inputs(x), inference(module, trainer), torch.enable_grad(), warnings.catch_warnings():
+    with blame_inputs(x), inference(module, worker.idle_trainer), torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch.compile reads it
         returned = {key: network(x) for key, network in module.networks.items()}
     for key, logits in returned.items():
@@ -125,12 +160,7 @@ def check_network(worker: Worker, scaled: bool) -> None:
         if objective.classes:
             warn_of_probabilities(logits, key)
         check_gradients(logits, module, entries)
-        check_measures(scorer.measures, objective, logits.detach(), y)
-    if worker.training.dp_sgd:
-        check_dp_sgd(worker.algorithm, module, (x, y))
-        if reason := worker.obstacle_to_vmap:
-            what = f"{class_name(module.backbone)} computes the gradients of single samples one by one"
-            warnings.warn(f"dp_sgd: {what}, which is slow, because torch.vmap cannot ({reason}).", stacklevel=2)
+        check_measures(worker.scorer.measures, objective, logits.detach(), y)
 
 
 def check_own_training(worker: Worker, trainer: Any) -> None:

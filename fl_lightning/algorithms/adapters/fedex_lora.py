@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
-import numpy as np
 from torch import Tensor, nn
 
 from fl_lightning.algorithms.adapters.fedit import FedIT
@@ -90,12 +89,6 @@ class FedExLoRA(FedIT):
             ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
         """
         copy_shared_tensors(backbone, {layer.base for layer in adapter_layers(backbone)})
-
-    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial model, with the frozen weights of layers with adapters."""
-        assert isinstance(self.aggregator, KeepsFactors)
-        self.aggregator.find_layers(backbone)
-        return super().initial_state(backbone, num_classes, clients, rng)
 
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained entries. The frozen weights are not uploaded."""

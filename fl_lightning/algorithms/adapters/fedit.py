@@ -9,11 +9,14 @@ family differ in what they do about it.
 
 from __future__ import annotations
 
+import numpy as np
 from torch import nn
 
 from fl_lightning.algorithms.adapters.low_rank import adapter_layers
+from fl_lightning.algorithms.adapters.server import KeepsFactors
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm
+from fl_lightning.core.state_dicts import State
 
 
 class FedIT(Algorithm):
@@ -36,3 +39,13 @@ class FedIT(Algorithm):
             ConfigError: The network has no adapters, or others than LoRA's on linear layers and convolutions.
         """
         adapter_layers(backbone)
+
+    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
+        """Return the initial model. An aggregator that computes with the factors first finds their layers.
+
+        Raises:
+            ConfigError: A rank of the aggregator is below 1, or above that of the model's adapters.
+        """
+        if isinstance(self.aggregator, KeepsFactors):
+            self.aggregator.find_layers(backbone)
+        return super().initial_state(backbone, num_classes, clients, rng)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fl_lightning.algorithms.adapters.fedit import FedIT
 from fl_lightning.algorithms.adapters.ranks import receive_rank, upload_rank
@@ -108,16 +107,6 @@ class FlexLoRA(FedIT):
     def own_aggregator(self) -> Aggregator:
         """Return the server that decomposes the mean product."""
         return SVDServer(self.weighting, self.ranks)
-
-    def initial_state(self, backbone: nn.Module, num_classes: int, clients: int, rng: np.random.Generator) -> State:
-        """Return the initial model.
-
-        Raises:
-            ConfigError: A rank is below 1, or above that of the model's adapters.
-        """
-        assert isinstance(self.aggregator, KeepsFactors)
-        self.aggregator.find_layers(backbone)
-        return super().initial_state(backbone, num_classes, clients, rng)
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the model. Adapters of a smaller rank than the model's are extended by zeros."""

@@ -172,7 +172,7 @@ class IFCA(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights and the index of the cluster that the client chose."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message(message.tensors, message.numbers | {"cluster": int(module.notes[CHOICE]["cluster"])})
+        return message.plus(cluster=int(module.notes[CHOICE]["cluster"]))
 
 
 def load_cluster(module: ClientModule, cluster: int) -> None:

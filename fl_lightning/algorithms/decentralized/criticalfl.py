@@ -121,7 +121,7 @@ class PeerCriticalFL(PeerAlgorithm):
         assert isinstance(module, MeasuredModule)
         message = super().upload(module, batches, n_samples, num_classes)
         if not module.context.round:
-            return Message(message.tensors, message.numbers | {"gradient_norm": 0.0, "peers": self.n_com})
+            return message.plus(gradient_norm=0.0, peers=self.n_com)
         if module.critical and self.keep < 1:
             model = message.section("model")
             names = parameter_names(model, self.aggregator.buffers)
@@ -132,7 +132,7 @@ class PeerCriticalFL(PeerAlgorithm):
         detector = self.periods.update(module.notes[DETECTOR], sum(norms) / len(norms), len(norms) - 1)
         module.notes = module.notes | {DETECTOR: detector}
         peers = max(self.n_com, int(detector["participants"]))
-        return Message(message.tensors, message.numbers | {"gradient_norm": module.gradient_norm, "peers": peers})
+        return message.plus(gradient_norm=module.gradient_norm, peers=peers)
 
     def remember(self, module: ClientModule, upload: Message) -> State:
         """Return the client state, including the critical-period detector and the message that peers may collect."""

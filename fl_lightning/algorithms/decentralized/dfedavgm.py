@@ -73,8 +73,7 @@ class DFedAvgM(PeerAlgorithm):
         peers = [upload.client for upload in unbundle(collected)]
         row = state["mixing"]["matrix"][client]
         weights = {j: float(row[j]) if self.n_com is None else 1 / (len(peers) + 1) for j in peers}
-        numbers = {f"{peer_section(j)}/weight": w for j, w in weights.items()}
-        return Message(collected.tensors, collected.numbers | numbers)
+        return collected.plus(**{f"{peer_section(j)}/weight": w for j, w in weights.items()})
 
     def mix(self, own: Message, received: Sequence[Upload]) -> Tensors:
         """Return the weighted mean `x_i = Σ_j w_ij z_j` of the client's and its peers' models.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, received_loss
+from fl_lightning.client.received_loss import keep_received_loss, received_loss
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -100,7 +100,7 @@ class AgnosticMean(Aggregator):
         """Add an upload to the mean, with the client's weight."""
         folded.mean.add(upload.message.section("model"), float(folded.weights[upload.client]))
         folded.clients.append(upload.client)
-        folded.losses.append(float(upload.message.numbers[RECEIVED_LOSS]))
+        folded.losses.append(float(upload.message.numbers["received_loss"]))
 
     def finish(self, folded: AgnosticFold, round: Round, knowledge: State) -> State:
         """Return the mean model, the next weights of all clients, and the participants' shares in the mean."""
@@ -157,4 +157,4 @@ class AFL(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights, and the loss of the received model."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message.pack(message.sections, **message.numbers, **{RECEIVED_LOSS: received_loss(module)})
+        return message.plus(received_loss=received_loss(module))

@@ -296,7 +296,7 @@ class CriticalFL(Algorithm):
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
         """Return the message to a client: the model, and whether the round is in a critical period."""
         message = super().download(state, client, rng)
-        return Message(message.tensors, {"critical": int(state[DETECTOR]["critical"])})
+        return message.plus(critical=int(state[DETECTOR]["critical"]))
 
     def receive(self, module: ClientModule, download: Message, memory: State) -> None:
         """Load the model, and keep the received weights to find the entries that training changes most."""
@@ -307,15 +307,13 @@ class CriticalFL(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained model (in a critical period, only the weights that changed most) and the gradient norm."""
         assert isinstance(module, MeasuredModule)
-        message = super().upload(module, batches, n_samples, num_classes)
-        numbers = message.numbers | {"gradient_norm": module.gradient_norm}
+        message = super().upload(module, batches, n_samples, num_classes).plus(gradient_norm=module.gradient_norm)
         if not module.critical or self.keep == 1:
-            return Message(message.tensors, numbers)
+            return message
         model, buffers = message.section("model"), buffer_names(module.backbone)
         names = [name for name in model if name not in buffers]
         chosen = largest_changes(flatten_entries(model, names) - flatten_entries(module.received, names), self.keep)
-        masked = message.without("model").plus({"model": mask_entries(model, names, chosen)})
-        return Message(masked.tensors, numbers)
+        return message.without("model").plus({"model": mask_entries(model, names, chosen)})
 
     def aggregation(self, round: Round) -> NormAggregation:
         """Return the aggregation of a round, which also updates the detector of critical learning periods."""

@@ -24,8 +24,6 @@ from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
 DIRECTION = "direction"
 """The section of the state with the descent direction `Δ`."""
-LENGTH = "length"
-"""The key of an upload's number `K η`, the number of local steps times the learning rate."""
 
 
 class ClientMomentum(LossTerm):
@@ -121,7 +119,7 @@ class DirectionServer(ServerStep):
 
     def fold(self, folded: PathMeans, upload: Upload) -> None:
         """Add an uploaded model to both means. A client without steps has weight 0 in the second one."""
-        model, length = upload.message.section("model"), upload.message.numbers[LENGTH]
+        model, length = upload.message.section("model"), upload.message.numbers["length"]
         inverse = 1 / length if length else 0.0
         folded.models.add(model, 1)
         folded.by_path.add(model, inverse)
@@ -181,7 +179,7 @@ class FedCM(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights and `K η`, the number of steps times the learning rate."""
         message = super().upload(module, batches, n_samples, num_classes)
-        return Message(message.tensors, message.numbers | {LENGTH: module.steps * momentum_term(module).lr})
+        return message.plus(length=module.steps * momentum_term(module).lr)
 
 
 def momentum_term(module: ClientModule) -> ClientMomentum:

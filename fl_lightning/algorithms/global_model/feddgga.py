@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, mean_loss, received_loss
+from fl_lightning.client.received_loss import keep_received_loss, mean_loss, received_loss
 from fl_lightning.core.arguments import number
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
@@ -162,5 +162,4 @@ class FedDGGA(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights, and the losses of the received and of the trained model."""
         message = super().upload(module, batches, n_samples, num_classes)
-        numbers = {RECEIVED_LOSS: received_loss(module), "trained_loss": float(mean_loss(module, batches))}
-        return Message.pack(message.sections, **message.numbers, **numbers)
+        return message.plus(received_loss=received_loss(module), trained_loss=float(mean_loss(module, batches)))

@@ -11,13 +11,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.base import Algorithm
-from fl_lightning.client.loss_term import LossTerm, Step
-from fl_lightning.client.module import ClientModule
+from fl_lightning.client.logit_adjustment import LogitAdjustment
+from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.arguments import number
-from fl_lightning.core.precision import at_least_float32
 
 
 def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:
@@ -31,7 +29,7 @@ def calibrated_logits(logits: Tensor, counts: Tensor, tau: float) -> Tensor:
     return logits - tau * counts.to(logits).pow(-0.25)  # 0 ** -0.25 is infinite
 
 
-class CalibratedLoss(LossTerm):
+class CalibratedLoss(LogitAdjustment):
     """Cross-entropy with larger margins for a client's rare classes. It replaces the plain cross-entropy.
 
     It is the cross-entropy of `calibrated_logits`. The client's class counts come from the module's `class_counts`.
@@ -44,6 +42,7 @@ class CalibratedLoss(LossTerm):
 
     Example:
         >>> import torch
+        >>> from fl_lightning import Step
         >>> term = CalibratedLoss(tau=1.0)
         >>> term.counts = torch.tensor([16.0, 1.0])
         >>> round(float(term(Step(torch.zeros(1, 2), torch.tensor([1])))), 4)  # margins 0.5 and 1
@@ -52,24 +51,13 @@ class CalibratedLoss(LossTerm):
 
     tau: float = number(1.0, "[0, inf)", "the paper uses 0.1 to 2")
 
-    needs_classes = True
-    objective_weight = 0.0  # replaces the objective's loss
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.active = self.tau > 0
-        self.counts: Tensor | None = None
 
-    def begin(self, module: ClientModule) -> None:
-        """Keep the client's class counts `n_c` for the fit."""
-        self.counts = module.class_counts_for(self)
-
-    def forward(self, step: Step) -> Tensor:
-        """Return the calibrated cross-entropy of a batch; outside a fit, the plain one."""
-        logits = at_least_float32(step.logits)
-        if self.counts is None:
-            return self.outside_fit(F.cross_entropy(logits, step.targets))
-        return F.cross_entropy(calibrated_logits(logits, self.counts, self.tau), step.targets)
+    def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the calibrated logits of a batch."""
+        return calibrated_logits(logits, counts, self.tau)
 
 
 class FedLC(Algorithm):

@@ -20,9 +20,6 @@ from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
 
-EFFECTIVE = "effective_steps"
-"""The key of an upload's number `||a_k||₁`, the client's number of effective steps."""
-
 
 def effective_steps(
     steps: int, lr: float, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, mu: float = 0.0
@@ -88,7 +85,7 @@ class NormalizedAveraging(Aggregator):
         The weight of a client's parameters is its number of samples divided by its number of effective steps. The
         weight of its other entries is its number of samples.
         """
-        model, n, steps = upload.message.section("model"), upload.n_samples, upload.message.numbers[EFFECTIVE]
+        model, n, steps = upload.message.section("model"), upload.n_samples, upload.message.numbers["effective_steps"]
         names = set(parameter_names(model, self.buffers))
         weight = n / steps if steps else 0.0  # a client without steps does not move the model
         folded.parameters.add({name: value for name, value in model.items() if name in names}, weight)
@@ -148,4 +145,4 @@ class FedNova(Algorithm):
         group, *_ = sgd_groups(module, "FedNova")
         options = {name: group[name] for name in ("lr", "momentum", "dampening", "nesterov")}
         length = effective_steps(module.steps, mu=self.mu, **options)
-        return Message(message.tensors, message.numbers | {EFFECTIVE: length})
+        return message.plus(effective_steps=length)

@@ -15,15 +15,12 @@ from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.client.lightning_model import own_optimizer
 from fl_lightning.client.module import ClientModule
-from fl_lightning.client.received_loss import RECEIVED_LOSS, keep_received_loss, received_loss
+from fl_lightning.client.received_loss import keep_received_loss, received_loss
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import NonFiniteError
 from fl_lightning.core.message import Message, Tensors, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.core.state_dicts import RunningMean, State, parameter_names
-
-LR = "lr"
-"""The key of an upload's number with the client's learning rate."""
 
 SMALLEST_LOSS = 1e-10
 """Smaller losses count as this one, so that `F^(q - 1)` is finite for a loss of 0."""
@@ -113,11 +110,11 @@ class FairAveraging(Aggregator):
     def fold(self, folded: FairSums, upload: Upload) -> None:
         """Add an upload's weights to the mean, and its bound `h_k / L` to the sum of the bounds."""
         model, numbers = upload.message.section("model"), upload.message.numbers
-        loss = max(numbers[RECEIVED_LOSS], SMALLEST_LOSS)
+        loss = max(numbers["received_loss"], SMALLEST_LOSS)
         change = squared_distance(model, folded.start, parameter_names(model, self.buffers))
         folded.weights.append(weight(loss, self.q))
         folded.mean.add(model, folded.weights[-1])
-        lipschitz = self.lipschitz or (1 / numbers[LR] if numbers[LR] else math.inf)
+        lipschitz = self.lipschitz or (1 / numbers["lr"] if numbers["lr"] else math.inf)
         folded.bounds += step_bound(loss, self.q, change, lipschitz)
         folded.clients.append(upload.client)
 
@@ -167,8 +164,7 @@ class QFFL(Algorithm):
     def upload(self, module: ClientModule, batches: Batches, n_samples: int, num_classes: int) -> Message:
         """Return the trained weights, the loss of the received model, and the learning rate."""
         message = super().upload(module, batches, n_samples, num_classes)
-        numbers = {RECEIVED_LOSS: received_loss(module), LR: learning_rate(module)}
-        return Message.pack(message.sections, **message.numbers, **numbers)
+        return message.plus(received_loss=received_loss(module), lr=learning_rate(module))
 
 
 def learning_rate(module: ClientModule) -> float:

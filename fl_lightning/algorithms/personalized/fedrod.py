@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
+from fl_lightning.client.logit_adjustment import LogitAdjustment
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message
-from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.state_dicts import State
 from fl_lightning.models import with_encoder
 
@@ -27,7 +26,7 @@ PERSONAL_HEAD = "personal_head"
 """The section of the client state with the personal head."""
 
 
-class BalancedSoftmax(LossTerm):
+class BalancedSoftmax(LogitAdjustment):
     """The balanced softmax loss `-log(n_y exp(l_y) / Σ_c n_c exp(l_c))` (Eq. 5), instead of the plain cross-entropy.
 
     `n_c` is the client's number of training samples of class `c`. Classes without samples are left out.
@@ -42,23 +41,9 @@ class BalancedSoftmax(LossTerm):
         1.3863
     """
 
-    needs_classes = True
-    objective_weight = 0.0  # replaces the objective's loss
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.counts: Tensor | None = None
-
-    def begin(self, module: ClientModule) -> None:
-        """Keep the client's class counts for the fit."""
-        self.counts = module.class_counts_for(self)
-
-    def forward(self, step: Step) -> Tensor:
-        """Return the balanced softmax loss of a batch; outside a fit, the plain cross-entropy."""
-        logits = at_least_float32(step.logits)
-        if self.counts is None:
-            return self.outside_fit(F.cross_entropy(logits, step.targets))
-        return F.cross_entropy(logits + self.counts.to(logits).log(), step.targets)
+    def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the logits of a batch plus `log n_c`."""
+        return logits + counts.to(logits).log()
 
 
 class TwoHeads(ClientModule):

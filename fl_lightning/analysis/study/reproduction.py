@@ -62,30 +62,30 @@ def read_cell(table: PaperTable, column: str, row: str, runs: SeedRuns) -> Cell:
         if metric not in run.summary
     }
     read = SeedRuns({seed: run for seed, run in runs.runs.items() if seed not in missing})
-
-    def value(run: Run) -> float:
-        number = run.summary[metric]
-        if number is None:  # the run did not reach the accuracy, see `Cell.unreached`
-            return float(run.summary["rounds"] or 0) + 1
-        return float(100 * number if in_percent else number)
-
-    def last10(run: Run) -> float | None:
-        is_number = in_percent and run.summary[metric] is not None
-        return 100 * best_and_last(run.rounds, series)["last10"] if is_number else None
-
-    def percent(other_metric: str) -> Spread | None:
-        return read.spread(lambda run: None if (number := run.summary.get(other_metric)) is None else 100 * number)
-
-    means = read.spread(last10)
+    reached = SeedRuns({seed: run for seed, run in read.runs.items() if run.summary[metric] is not None})
+    last10 = reached.spread(lambda run: 100 * best_and_last(run.rounds, series)["last10"]) if in_percent else None
     return Cell(
         len(table.seeds),
-        values=read.values(value),
-        unreached={seed for seed, run in read.runs.items() if run.summary[metric] is None},
+        values=read.values(lambda run: _cell_value(run, metric, in_percent)),
+        unreached=read.runs.keys() - reached.runs.keys(),
         failures={**runs.failures, **missing},
-        last10=means and means.mean,
-        beside={description: percent(other) for description, other in table.beside.items()},
+        last10=last10 and last10.mean,
+        beside={description: _percentage(read, other) for description, other in table.beside.items()},
         paper=table.paper_values.get((column, row)),
     )
+
+
+def _cell_value(run: Run, metric: str, in_percent: bool) -> float:
+    """Return a run's value in the unit of its table. See `Cell.unreached` for a run without a value."""
+    number = run.summary[metric]
+    if number is None:
+        return float(run.summary["rounds"] or 0) + 1
+    return float(100 * number if in_percent else number)
+
+
+def _percentage(runs: SeedRuns, metric: str) -> Spread | None:
+    """Return the mean and standard deviation of a metric over runs, in percent."""
+    return runs.spread(lambda run: None if (number := run.summary.get(metric)) is None else 100 * number)
 
 
 class Order(NamedTuple):
