@@ -1,8 +1,8 @@
-"""Write the first images of each class of CIFAR-10, normalised, as an `.npz` file for the dataset `Arrays`.
+"""Write the first images of each class of CIFAR-10 or CIFAR-100 as an `.npz` file for the dataset `Arrays`.
 
-With it, the papers' tables for CIFAR-10 can be run with smaller networks on a CPU.
+With it, the papers' tables can be run with smaller networks on a CPU. `Arrays` scales the images to 0-1.
 
-    python examples/cifar10_subset.py FOLDER_OF_CIFAR_10 [--out cifar10_subset.npz] [--train 400] [--test 100]
+    python examples/cifar_subset.py FOLDER [--dataset CIFAR10] [--out cifar_subset.npz] [--train 400] [--test 100]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data import CIFAR10
+from fl_lightning import data as datasets
 
 
 def first_of_each_class(labels: Tensor, count: int) -> Tensor:
@@ -22,24 +22,26 @@ def first_of_each_class(labels: Tensor, count: int) -> Tensor:
     return torch.cat(positions).sort().values
 
 
-def main(data: str, out: str = "cifar10_subset.npz", train: int = 400, test: int = 100) -> None:
+def main(
+    data: str, dataset: str = "CIFAR10", out: str = "cifar_subset.npz", train: int = 400, test: int = 100
+) -> None:
     """Write the file."""
-    loaded = CIFAR10(data_dir=data).load()
+    loaded = getattr(datasets, dataset)(data_dir=data).load()
     arrays = {}
     for split, inputs, labels, count in (
         ("train", loaded.x_train, loaded.y_train, train),
         ("test", loaded.x_test, loaded.y_test, test),
     ):
         chosen = first_of_each_class(labels, count)
-        arrays[f"x_{split}"] = loaded.prepare(inputs[chosen]).numpy()
-        arrays[f"y_{split}"] = labels[chosen].numpy()
+        arrays |= {f"x_{split}": inputs[chosen].numpy(), f"y_{split}": labels[chosen].numpy()}
     np.savez(out, **arrays)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="Folder that contains cifar-10-batches-py.")
-    parser.add_argument("--out", default="cifar10_subset.npz")
+    parser.add_argument("data", help="Folder that contains cifar-10-batches-py or cifar-100-python.")
+    parser.add_argument("--dataset", choices=["CIFAR10", "CIFAR100"], default="CIFAR10")
+    parser.add_argument("--out", default="cifar_subset.npz")
     parser.add_argument("--train", type=int, default=400, help="Number of training images of each class.")
     parser.add_argument("--test", type=int, default=100, help="Number of test images of each class.")
     main(**vars(parser.parse_args()))
