@@ -18,9 +18,9 @@ from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.core.state_dicts import first_non_finite, parameter_names
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData
 from fl_lightning.data.lazy import Samples
+from fl_lightning.data.loaded_data import LoadedData
 
 DEFAULT_SHARE = 0.2
 """Share of the clients that attack, by default."""

@@ -11,8 +11,8 @@ from fl_lightning.attacks.base import DataAttack
 from fl_lightning.core.arguments import number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
+from fl_lightning.data.loaded_data import LoadedData
 
 
 class Canaries(DataAttack):

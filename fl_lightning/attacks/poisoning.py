@@ -12,8 +12,8 @@ from fl_lightning.attacks.base import DataAttack, check_class
 from fl_lightning.core.arguments import choice, number
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.lazy import Samples
+from fl_lightning.data.loaded_data import LoadedData
 
 Trigger = Literal["pixel", "blend"]
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from fl_lightning.attacks.base import DataAttack, UpdateAttack
 from fl_lightning.core.arguments import choice, number
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData
 from fl_lightning.data.lazy import Samples
+from fl_lightning.data.loaded_data import LoadedData
 
 Perturbation = Literal["unit", "std", "sign"]
 

@@ -2,7 +2,7 @@
 
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.data.arrays import Arrays
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.datasets import Dataset
 from fl_lightning.data.domains import DomainFolder, Domains
 from fl_lightning.data.federated_data import FederatedData, Shard
 from fl_lightning.data.few_shot import FC100, FewShot
@@ -22,6 +22,7 @@ from fl_lightning.data.images import (
 )
 from fl_lightning.data.instructions import InstructionFile
 from fl_lightning.data.leaf import FEMNIST, Sent140, Shakespeare
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.mask_folder import MaskFolder
 from fl_lightning.data.natural_partitions import ByClient, PredefinedSplit
 from fl_lightning.data.partitions import (

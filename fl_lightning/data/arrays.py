@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, untrained_classes
+from fl_lightning.data.datasets import Dataset, count_outputs, untrained_classes
 from fl_lightning.data.files import BadFile, check_exists, npz_names, read_mapped, read_npz, whole_numbers
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.transforms import Normalize
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Classification
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData, Shard
+from fl_lightning.data.loaded_data import LoadedData
 
 
 def write_client_folders(folder: Path, data: FederatedData) -> None:

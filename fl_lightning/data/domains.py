@@ -11,7 +11,8 @@ import numpy as np
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.names import join_names
 from fl_lightning.data.assignment import assign_samples, equal_sizes
-from fl_lightning.data.custom_data import KEY, Samples, existing_path
+from fl_lightning.data.custom_data import Samples, existing_path
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile, check_exists, files_in, read_text
 from fl_lightning.data.image_files import naming_path
 from fl_lightning.data.image_folder import ImageFolder, labelled_samples, subfolders
@@ -19,7 +20,7 @@ from fl_lightning.data.images import Augment
 from fl_lightning.data.partitions import ClientSplits, Partition
 
 if TYPE_CHECKING:
-    from fl_lightning.data.datasets import LoadedData
+    from fl_lightning.data.loaded_data import LoadedData
 
 
 class Domains(Partition):

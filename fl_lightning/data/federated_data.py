@@ -17,8 +17,8 @@ from torch import Tensor
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Classification, Objective
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.lazy import LazySamples, Samples
+from fl_lightning.data.loaded_data import LoadedData
 
 HASHED = 1 << 24
 """Bytes of a tensor that are hashed at a time, which bounds the memory for copies."""

@@ -20,8 +20,8 @@ from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.inputs import Batch
 from fl_lightning.core.task import Score
 from fl_lightning.data.assignment import indices_by_class
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.images import CIFAR100, Augment
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.loaders import Batches
 
 # The splits of FC100 (Oreshkin et al. 2018) by CIFAR-100's fine labels, five of each superclass.

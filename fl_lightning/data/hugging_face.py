@@ -15,24 +15,13 @@ from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.trusted_imports import require_trust
-from fl_lightning.data.custom_data import (
-    KEY,
-    CustomDataset,
-    Labels,
-    Samples,
-    client_ids,
-    column_error,
-    existing_path,
-    find_column,
-    read_labels,
-    refuse_missing,
-    refuse_untrained_classes,
-    split_of,
-    token_ids,
-)
+from fl_lightning.data.columns import client_ids, column_error, find_column, refuse_missing, token_ids
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile, naming_file
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
+from fl_lightning.data.labels import Labels, read_labels, refuse_untrained_classes
 from fl_lightning.data.text import check_lengths
 from fl_lightning.data.transforms import Normalize
 

@@ -24,15 +24,8 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, check_positive, one_line
 from fl_lightning.core.files import replace_atomically
 from fl_lightning.core.trusted_imports import check_writable
-from fl_lightning.data.custom_data import KEY
-from fl_lightning.data.files import (
-    BadFile,
-    check_exists,
-    has_valid_checksum,
-    naming_file,
-    open_file,
-    read_mapped,
-)
+from fl_lightning.data.datasets import KEY
+from fl_lightning.data.files import BadFile, check_exists, has_valid_checksum, naming_file, open_file, read_mapped
 from fl_lightning.data.images import Augment, make_augment
 from fl_lightning.data.lazy import LazySamples
 from fl_lightning.data.transforms import Normalize

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names
-from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path, split_of
-from fl_lightning.data.datasets import refuse_unknown_classes
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
+from fl_lightning.data.datasets import KEY, refuse_unknown_classes
 from fl_lightning.data.files import files_in, is_left_behind, naming_file
 from fl_lightning.data.image_files import EncodedImage, ImageOptions, naming_path
 from fl_lightning.data.images import Augment
+from fl_lightning.data.labels import Labels
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,7 +18,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.functional import InterpolationMode, rotate
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.datasets import Dataset
 from fl_lightning.data.files import (
     BadFile,
     files_in,
@@ -29,6 +29,7 @@ from fl_lightning.data.files import (
     read_text,
     whole_numbers,
 )
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.published_files import FileDataset
 from fl_lightning.data.transforms import CropFlip, Normalize, PerImage
 

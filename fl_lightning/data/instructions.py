@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any, Literal
 
 from fl_lightning.core.errors import ConfigError, one_line
-from fl_lightning.data.custom_data import KEY, existing_path
+from fl_lightning.data.custom_data import existing_path
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile, read_text
 from fl_lightning.data.token_texts import TokenText, TokenTexts
 from fl_lightning.data.tokenizers import HuggingFaceTokenizer, Token, Tokenizer

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.files import BadFile, files_in, naming_file, read_json
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.published_files import FileDataset
 from fl_lightning.data.text import MOODS, UNKNOWN, TextDataset
 from fl_lightning.data.transforms import Normalize

@@ -11,11 +11,13 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
-from fl_lightning.data.datasets import LoadedData, count_outputs
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path
+from fl_lightning.data.datasets import KEY, count_outputs
 from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
 from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions, naming_path
 from fl_lightning.data.image_folder import subfolders
+from fl_lightning.data.labels import Labels
+from fl_lightning.data.loaded_data import LoadedData
 
 
 class MaskFolder(CustomDataset):

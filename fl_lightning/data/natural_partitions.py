@@ -15,7 +15,7 @@ from fl_lightning.data.files import BadFile, naming_file, read_json, read_npz
 from fl_lightning.data.partitions import ClientSplits, Partition
 
 if TYPE_CHECKING:
-    from fl_lightning.data.datasets import LoadedData
+    from fl_lightning.data.loaded_data import LoadedData
 
 KINDS = (".npz", ".json")
 PARTS = ("train", "test")

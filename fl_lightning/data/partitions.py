@@ -21,7 +21,7 @@ from fl_lightning.data.assignment import (
 )
 
 if TYPE_CHECKING:
-    from fl_lightning.data.datasets import LoadedData
+    from fl_lightning.data.loaded_data import LoadedData
 
 CLIENTS = 10
 """Default number of clients, if neither `scenario.clients` nor the data give one."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.data.custom_data import read_schema
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.datasets import Dataset
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.transforms import Normalize
 
 Labels = Literal["classes", "labels", "numbers"]

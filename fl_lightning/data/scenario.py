@@ -18,8 +18,9 @@ from fl_lightning.core.names import Names, shown_names
 from fl_lightning.core.objectives import Objective, objective_of
 from fl_lightning.core.seeding import Stream, generator
 from fl_lightning.data.assignment import assign_samples, check_split
-from fl_lightning.data.datasets import Dataset, LoadedData, naming_class
+from fl_lightning.data.datasets import Dataset, naming_class
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.natural_partitions import ByClient
 from fl_lightning.data.partitions import ClientSplits, Partition
 from fl_lightning.data.remote import RemoteClients

@@ -11,7 +11,7 @@ import torch
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.objectives import Objective
 from fl_lightning.data.assignment import assign_samples, indices_by_class
-from fl_lightning.data.datasets import LoadedData
+from fl_lightning.data.loaded_data import LoadedData
 
 
 def stratified_sample(labels: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:

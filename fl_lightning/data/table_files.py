@@ -20,23 +20,11 @@ import numpy as np
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names
-from fl_lightning.data.custom_data import (
-    KEY,
-    NO_HEADER,
-    CustomDataset,
-    Labels,
-    Samples,
-    client_ids,
-    column_error,
-    existing_path,
-    find_column,
-    read_known_classes,
-    read_labels,
-    refuse_missing,
-    refuse_untrained_classes,
-    split_of,
-)
+from fl_lightning.data.columns import NO_HEADER, client_ids, column_error, find_column, refuse_missing
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile, is_left_behind, naming_file, open_file
+from fl_lightning.data.labels import Labels, read_known_classes, read_labels, refuse_untrained_classes
 from fl_lightning.data.number_text import NumberFormat, is_number
 from fl_lightning.data.schema import is_numeric
 

@@ -19,16 +19,11 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
-from fl_lightning.data.custom_data import (
+from fl_lightning.data.columns import (
     FEW,
-    KEY,
     WRITTEN_NUMBERS,
-    Labels,
     column_error,
-    existing_path,
     find_column,
-    read_known_classes,
-    read_schema,
     refuse_missing,
     refuse_not_finite,
     refuse_nul,
@@ -37,9 +32,12 @@ from fl_lightning.data.custom_data import (
     token_ids,
     warn_of_similar_names,
 )
+from fl_lightning.data.custom_data import existing_path, read_schema
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile
 from fl_lightning.data.image_files import EncodedImage, ImageOptions
 from fl_lightning.data.images import Augment
+from fl_lightning.data.labels import Labels, read_known_classes
 from fl_lightning.data.schema import Column, TableSchema, is_numeric
 from fl_lightning.data.table_files import FileTable
 from fl_lightning.data.text import check_lengths

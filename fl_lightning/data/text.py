@@ -17,8 +17,8 @@ from torch import Tensor
 from torchvision.datasets.utils import download_and_extract_archive, download_url
 
 from fl_lightning.core.errors import ConfigError, blame, check_number
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.files import files_in, naming_file, read_text
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.published_files import FileDataset
 from fl_lightning.data.transforms import Normalize
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from fl_lightning.core.errors import ConfigError, check_number, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import IGNORED_TOKEN, CausalLM
-from fl_lightning.data.custom_data import KEY, CustomDataset, Labels, Samples, existing_path
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path
+from fl_lightning.data.datasets import KEY
 from fl_lightning.data.files import BadFile, files_in, read_text
+from fl_lightning.data.labels import Labels
 from fl_lightning.data.tokenizers import Token, Tokenizer, load_tokenizer, pad_texts
 from fl_lightning.data.transforms import Normalize
 

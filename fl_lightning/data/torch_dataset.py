@@ -21,9 +21,9 @@ from fl_lightning.core.inputs import Inputs, describe_inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.objectives import describe_tensor
 from fl_lightning.core.trusted_imports import find_object
-from fl_lightning.data.custom_data import KEY
-from fl_lightning.data.datasets import Dataset, LoadedData, count_outputs, naming_class, untrained_classes
+from fl_lightning.data.datasets import KEY, Dataset, count_outputs, naming_class, untrained_classes
 from fl_lightning.data.lazy import LazySamples, Samples
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.transforms import Normalize
 
 Source = Callable[[], MapStyle] | MapStyle

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fl_lightning.data.datasets import LoadedData
 from fl_lightning.data.federated_data import FederatedData, Shard
+from fl_lightning.data.loaded_data import LoadedData
 
 TEST_SAMPLES = 256
 """Samples that are kept of each test set."""

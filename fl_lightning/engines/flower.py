@@ -29,14 +29,7 @@ from fl_lightning.engines.flower_checks import (
     read_description,
     rehearse,
 )
-from fl_lightning.engines.flower_records import (
-    MEGABYTE,
-    pack,
-    pack_task,
-    read_excess,
-    unpack,
-    unpack_result,
-)
+from fl_lightning.engines.flower_records import MEGABYTE, pack, pack_task, read_excess, unpack, unpack_result
 from fl_lightning.engines.worker import Worker
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from fl_lightning.data.lazy import LazySamples
 from fl_lightning.engines.round_fit import RoundEngine
 from fl_lightning.engines.stacked_fit import StackedFit, in_rows
 from fl_lightning.engines.stacked_slots import StackedSlots
-from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, difference, tensors_of
+from fl_lightning.engines.stacked_step import StackedStep
+from fl_lightning.engines.step_contents import ClientStep, StepContents, difference, tensors_of
 from fl_lightning.engines.trainer import obstacle_to_loop, quiet_lightning
 from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -26,18 +25,17 @@ from fl_lightning.core.precision import at_least_float32
 from fl_lightning.core.round_progress import report_steps
 from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import stack
-from fl_lightning.core.task import Task, failed_result, is_interrupt
+from fl_lightning.core.task import Task, failed_result
 from fl_lightning.data.lazy import LazySamples
-from fl_lightning.data.loaders import Batches, send
-from fl_lightning.engines.client_slot import ClientSlot
+from fl_lightning.data.loaders import send
+from fl_lightning.engines.stacked_client import Client
 from fl_lightning.engines.stacked_optimizer import BlockOptimizer
 from fl_lightning.engines.stacked_slots import StackedSlots
-from fl_lightning.engines.stacked_step import (
+from fl_lightning.engines.stacked_step import StackedStep, as_rows
+from fl_lightning.engines.step_contents import (
     ClientStep,
-    StackedStep,
     StepContents,
     StepOutput,
-    as_rows,
     contents,
     difference,
     tensors_of,
@@ -45,57 +43,6 @@ from fl_lightning.engines.stacked_step import (
 )
 from fl_lightning.engines.unread_result import UnreadResult, unread_result
 from fl_lightning.engines.worker import Worker
-
-
-@dataclass(eq=False)
-class Client:
-    """One of the clients that are trained together.
-
-    Args:
-        task: Its task.
-        slot: The slot of its module, or None if the module was built for the task.
-        module: Its module.
-        tensors: The backbone's parameters and buffers by name.
-        batches: Its training batches.
-        work: Its number of steps.
-        progress: The trainer that its module sees.
-        random_states: Its random states, or None if it draws no random numbers.
-        error: The error that ended its training, if any.
-    """
-
-    task: Task
-    slot: ClientSlot | None
-    module: ClientModule
-    tensors: Tensors
-    batches: Batches
-    work: LocalWork
-    progress: ClientTrainerView
-    random_states: RandomStates | None
-    error: BaseException | None = None
-
-    def steps_in(self, epoch: int) -> int:
-        """Return the number of steps of the client in an epoch; 0 if it has failed or was stopped."""
-        return 0 if self.error or self.progress.should_stop else self.work.steps_in(epoch)
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Context that uses the client's own random states, and stores an error instead of raising it."""
-        with self.catch_failure(), self.drawing():
-            yield
-
-    def drawing(self) -> AbstractContextManager[None]:
-        """Return a context manager in which random numbers come from the client's own random states."""
-        return self.random_states.drawing() if self.random_states else nullcontext()
-
-    @contextmanager
-    def catch_failure(self) -> Iterator[None]:
-        """Context that stores an error as the client's failure instead of raising it."""
-        try:
-            yield
-        except BaseException as error:
-            if is_interrupt(error):
-                raise
-            self.error = error
 
 
 @dataclass

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fl_lightning.engines.client_slot import ClientSlot
 from fl_lightning.engines.module_factory import ModuleFactory
-from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents, tensors_of
+from fl_lightning.engines.stacked_step import StackedStep
+from fl_lightning.engines.step_contents import ClientStep, StepContents, tensors_of
 
 
 class StackedSlots:

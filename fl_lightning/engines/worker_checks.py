@@ -11,12 +11,7 @@ import lightning as L
 import torch
 
 from fl_lightning.client.fit import ClientTrainerView
-from fl_lightning.client.lightning_model import (
-    check_lightning_model,
-    class_name,
-    own_optimizer,
-    own_step,
-)
+from fl_lightning.client.lightning_model import check_lightning_model, class_name, own_optimizer, own_step
 from fl_lightning.client.local_work import LocalWork
 from fl_lightning.client.loss_term import FitContext
 from fl_lightning.client.module import ClientModule

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.data.datasets import Dataset, LoadedData
+from fl_lightning.data.datasets import Dataset
 from fl_lightning.data.federated_data import FederatedData, PackedShards, Shard
+from fl_lightning.data.loaded_data import LoadedData
 from fl_lightning.data.partitions import ClientSplits, Partition
 from fl_lightning.data.scenario import Scenario
 

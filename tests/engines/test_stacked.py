@@ -54,7 +54,8 @@ from fl_lightning.core.task import Tasks
 from fl_lightning.data import Arrays, Partition, Scenario
 from fl_lightning.engines import SequentialEngine, StackedEngine
 from fl_lightning.engines.stacked import OPTIMIZERS
-from fl_lightning.engines.stacked_step import ClientStep, StackedStep, StepContents
+from fl_lightning.engines.stacked_step import StackedStep
+from fl_lightning.engines.step_contents import ClientStep, StepContents
 from fl_lightning.engines.trainer import obstacle_to_loop
 from fl_lightning.models import (
     CNN,

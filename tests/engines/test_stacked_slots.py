@@ -14,7 +14,7 @@ from fl_lightning.engines import SequentialEngine, StackedEngine, stacked
 from fl_lightning.engines.module_factory import ModuleFactory
 from fl_lightning.engines.stacked_fit import StackedFit
 from fl_lightning.engines.stacked_slots import StackedSlots
-from fl_lightning.engines.stacked_step import tensors_of
+from fl_lightning.engines.step_contents import tensors_of
 from fl_lightning.models import Backbone
 
 pytestmark = pytest.mark.numeric
