@@ -176,7 +176,7 @@ def curves_figure(found: Comparison, panels: Panels, x: XAxis, percent: bool, wi
     for axes, title in zip(places, panels.groups, strict=True):
         axes.set_title(shorten_name(title))
         if (place := axes.get_subplotspec()) and place.is_first_col():
-            axes.set_ylabel(y_label(found, found.metric, percent))
+            axes.set_ylabel(y_label(found, found.metric, percent), wrap=True)
     if len(panels.styles) > 1:
         add_legend(figure, {name: lines[name] for name in panels.ranked if name in lines})
     figure.notes = [*_curve_notes(found.metric, curves, x), *_remarks(found)]
@@ -212,7 +212,7 @@ def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float |
             mean, std = scale(np.array([group.last.mean, std]), found.metric, percent)
             error = None if np.isnan(std) else std
             axes.bar(place, mean, size, yerr=error, capsize=2, error_kw={"elinewidth": 0.8}, **fill(panels, name))
-    axes.set_ylabel(y_label(found, found.metric, percent))
+    axes.set_ylabel(y_label(found, found.metric, percent), wrap=True)
     add_cluster_legend(figure, panels)
     spread = any(group.last and group.last.std is not None for group in found.groups)
     over_seeds = "mean ± standard deviation over seeds (n - 1)" if spread else "one run per group"
@@ -246,7 +246,7 @@ def clients_figure(found: Comparison, panels: Panels, name: str, percent: bool, 
         points = shown[np.linspace(0, len(shown) - 1, min(len(shown), MOST_POINTS)).astype(int)]
         places = place + rng.uniform(-size / 4, size / 4, len(points))
         axes.scatter(places, points, s=3, color=look["facecolor"], linewidths=0, zorder=3)
-    axes.set_ylabel(y_label(found, f"client/{name}", percent))
+    axes.set_ylabel(y_label(found, f"client/{name}", percent), wrap=True)
     add_cluster_legend(figure, panels)
     figure.notes = [
         f"{name} of the clients in the last evaluated round, over all seeds; whiskers: up to 1.5 times the box.",

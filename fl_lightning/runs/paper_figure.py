@@ -116,7 +116,7 @@ def plot_run(
         lines = draw_curves(places, [known], numbered_styles(metrics), x)
         if len(lines) > 1:
             add_legend(figure, {label_of(name): line for name, line in lines.items()})
-        places[0].set_ylabel(common_label(metrics, percent, split))
+        places[0].set_ylabel(common_label(metrics, percent, split), wrap=True)
     return figure
 
 

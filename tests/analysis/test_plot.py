@@ -336,6 +336,15 @@ def test_the_y_axis_has_the_given_limits(study, kind):
     assert {axes.get_ylim() for axes in figure.axes} == {(20, 90)}
 
 
+@pytest.mark.parametrize("kind", ["curves", "bars", "clients"])
+def test_a_long_label_of_the_y_axis_is_wrapped(study, kind):
+    options = {} if kind == "clients" else {"y": "client/acc_mean"}
+    figure = plot_runs(open_runs(study), kind, font_size=14, percent=True, **options)
+    figure.draw_without_rendering()
+    box = figure.axes[0].yaxis.label.get_window_extent()
+    assert (box.y0 >= 0, box.y1 <= figure.bbox.height) == (True, True)
+
+
 def test_runs_with_a_validation_split_have_a_validation_accuracy(tmp_path):
     config = CONFIG | {"scenario": {"validation_share": 0.2}}
     write_run(tmp_path / "a", config, {"global/acc": [0.5, 0.75]})
