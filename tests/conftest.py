@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from commands import TINY
 from lightning.fabric.utilities import registry
 
 from fl_lightning.core.state_dicts import to_float64
@@ -177,6 +179,14 @@ def _forget_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in list(sys.modules)[before:]:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a folder that contains only the tiny experiment, `tiny.yaml`."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(TINY)
+    return tmp_path
 
 
 @pytest.fixture

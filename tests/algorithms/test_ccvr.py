@@ -7,13 +7,11 @@ import pytest
 import torch
 from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, same_bytes, samples_of, weights_after
 from loops import assert_equals_loop, rounds_by_hand
-from torch import nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import CCVR
 from fl_lightning.algorithms.global_model.ccvr import ClassMoments, class_moments, merge_moments, virtual_features
 from fl_lightning.analysis.export import network_of
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, seed_everything
 
 
@@ -107,22 +105,6 @@ def test_calibration_improves_a_model_of_skewed_clients_and_training_goes_on_wit
     assert run.test()["global/acc"] == row["global/acc"]
     written = torch.load(run.run_dir / "final" / "model.pt", weights_only=True)
     assert same_bytes(network_of(run).backbone.state_dict(), written)
-
-
-def test_without_epochs_it_is_fedavg_bit_for_bit(tmp_path):
-    run, other = finished(tmp_path / "ccvr", CCVR(epochs=0), **UNEQUAL), finished(tmp_path / "avg", **UNEQUAL)
-    assert same_bytes(run.state["model"], other.state["model"])
-    assert [row["global/loss"] for row in run.csv.rows] == [row["global/loss"] for row in other.csv.rows]
-
-
-def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
-    class Plain(nn.Sequential):
-        def __init__(self, in_shape, num_classes):
-            super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
-
-    with pytest.raises(ConfigError, match=r"^model: .*Plain"):
-        experiment(tmp_path / "run", CCVR(), model=Plain).fit()
-    assert not (tmp_path / "run").exists()
 
 
 def test_calibration_follows_the_schedule_over_rounds(tmp_path):

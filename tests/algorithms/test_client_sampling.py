@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experiments import digits, experiment, finished, same_bytes, untimed
+from experiments import digits, experiment, finished, in_two_parts, same_bytes, untimed
 
 from fl_lightning.algorithms import (
     UAPDFL,
@@ -276,10 +276,7 @@ class RecordStates(RoundCallback):
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_run_can_be_resumed_after_an_empty_round(tmp_path, stop):
     options = {"client_sampler": PoissonSampling(), "clients_per_round": 1, "min_clients": 0, "seed": 40}
-    whole = finished(tmp_path / "whole", scenario=digits(3), rounds=4, **options)
-    finished(tmp_path / "part", scenario=digits(3), rounds=stop, **options)
-    rest = experiment(tmp_path / "part", scenario=digits(3), rounds=4, **options)
-    rest.fit(resume=True)
+    whole, rest = in_two_parts(tmp_path, FedAvg, stop, scenario=digits(3), rounds=4, **options)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
 

@@ -2,14 +2,12 @@
 
 import copy
 
-import pytest
 import torch
-from experiments import UNEQUAL, assert_near, descend, experiment, in_float64, same_bytes, weights_after
+from experiments import UNEQUAL, assert_near, descend, experiment, in_float64
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import FedACG, FedAvg, WeightedMean
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.algorithms import FedACG
 
 
 @in_float64
@@ -40,14 +38,3 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     run.fit()
     assert_equals_loop(run, run.state["model"], model.state_dict())
     assert_near(run.state["momentum"], dict(zip(run.state["momentum"], momentum, strict=True)), 1e-11)
-
-
-def test_without_momentum_and_term_it_is_fedavg_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", FedAvg(aggregator=WeightedMean("uniform")), **UNEQUAL)
-    assert same_bytes(weights_after(tmp_path / "acg", FedACG(lam=0.0, beta=0.0), **UNEQUAL), plain)
-
-
-@pytest.mark.parametrize("lam", [-0.1, 1.0])
-def test_a_momentum_out_of_range_is_refused(lam):
-    with pytest.raises(ConfigError, match=r"^algorithm\.lam"):
-        FedACG(lam=lam)

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, in_two_parts, same_bytes
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 
 from fl_lightning.algorithms import FedAT, FedAvg, FedBuff, FedProx, TieredMean
 from fl_lightning.algorithms.aggregators import fold_all
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.core.round import Round
 from fl_lightning.engines import ProcessesEngine
@@ -82,20 +81,11 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 
 @pytest.mark.thorough
 def test_a_resumed_run_and_other_engines_give_the_same_bytes(tmp_path):
-    whole = finished(tmp_path / "whole", FedAT(), **TIERED)
-    finished(tmp_path / "stopped", FedAT(), **TIERED | {"rounds": 5})
-    again = experiment(tmp_path / "stopped", FedAT(), **TIERED)
-    again.fit(resume=True)
+    whole, again = in_two_parts(tmp_path, FedAT, 5, **TIERED)
     parallel = finished(tmp_path / "parallel", FedAT(), **TIERED, engine=ProcessesEngine(2))
     for run in (again, parallel):
         assert same_bytes(run.state["model"], whole.state["model"])
     assert [row["time/simulated_s"] for row in again.csv.rows] == [row["time/simulated_s"] for row in whole.csv.rows]
-
-
-def test_more_tiers_than_clients_and_methods_for_one_model_are_refused(tmp_path):
-    for algorithm, tiers, key in ((FedAT(), 7, r"round_policy\.tiers"), (FedAvg(), 2, "round_policy")):
-        with pytest.raises(ConfigError, match=f"^{key}: "):
-            experiment(tmp_path, algorithm, clock=DeviceClock(), round_policy=Tiers(tiers)).check()
 
 
 def test_fedbuff_takes_steps_with_the_updates_of_a_tier(tmp_path):

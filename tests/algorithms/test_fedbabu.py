@@ -10,7 +10,6 @@ from torch import nn
 
 from fl_lightning.algorithms import FedBABU
 from fl_lightning.algorithms.personalized import fedbabu
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP
 
@@ -107,13 +106,6 @@ def test_fine_tuning_does_not_train_parameters_that_the_model_freezes():
 
 
 # --- What is refused ---
-
-
-def test_an_unknown_part_is_refused_before_round_1(tmp_path):
-    run = experiment(tmp_path, FedBABU(frozen=["tail"]))
-    with pytest.raises(ConfigError, match=r"algorithm.frozen: 'tail' is no part of MLP"):
-        run.fit()
-    assert not run.round
 
 
 @pytest.mark.parametrize("client_model", ["trained", "received"])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedBN
 from fl_lightning.algorithms.personalized.fedbn import normalization_layers
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.models import MLP, Backbone, ResNet8
+from fl_lightning.models import Backbone, ResNet8
 
 
 class TwoNorms(Backbone):
@@ -122,9 +122,3 @@ def test_the_layers_of_a_group_norm_network_are_kept():
 def test_a_pattern_without_a_normalization_layer_is_refused_with_the_layers_of_the_model(layers):
     with pytest.raises(ConfigError, match=r"^algorithm\.layers: .*encoder\.3 \(LayerNorm\), encoder\.4 \(GroupNorm\)"):
         FedBN(layers=layers).client_module(OtherNorms((1, 8, 8), 3))
-
-
-def test_a_model_without_batchnorm_is_refused_before_round_1(tmp_path):
-    with pytest.raises(ConfigError, match=r"^model: FedBN .*MLP"):
-        experiment(tmp_path / "run", FedBN(), model=MLP).fit()
-    assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from aggregation import finish
-from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, same_bytes
+from experiments import UNEQUAL, NormMLP, experiment, finished, in_float64, in_two_parts, same_bytes
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 
 from fl_lightning.algorithms import BufferedUpdates, FedAsync, FedAvg, FedBuff, FedProx, ModelMixing, PeerAlgorithm
@@ -124,11 +124,8 @@ def test_a_run_equals_a_loop_by_hand_fedasync(tmp_path):
 @pytest.mark.parametrize("policy", [Buffered(4), Deadline(0.5, 2.0, "next_round")])
 def test_a_resumed_run_and_other_engines_give_the_same_bytes(tmp_path, policy):
     options = ASYNCHRONOUS | {"round_policy": policy}
-    whole = finished(tmp_path / "whole", FedBuff(), **options)
+    whole, again = in_two_parts(tmp_path, FedBuff, 5, **options)
     assert whole.server.earlier_states
-    finished(tmp_path / "stopped", FedBuff(), **options | {"rounds": 5})
-    again = experiment(tmp_path / "stopped", FedBuff(), **options)
-    again.fit(resume=True)
     assert same_bytes(again.state["model"], whole.state["model"])
     timings = ("time/simulated_s", "client/staleness")
     assert [[row[name] for name in timings] for row in again.csv.rows] == [

@@ -1,16 +1,14 @@
 """FedCM compared with Algorithm 2 (Xu et al. 2021)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from experiments import UNEQUAL, assert_near, experiment, finished, in_float64, weights_after
+from experiments import UNEQUAL, assert_near, experiment, in_float64, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedAvg, FedCM, WeightedMean
-from fl_lightning.core.errors import ConfigError
 
 
 @in_float64
@@ -51,8 +49,3 @@ def test_with_alpha_1_it_is_fedavg_but_for_rounding(tmp_path):
     assert_near(
         weights_after(tmp_path / "cm", FedCM(alpha=1.0), **UNEQUAL), weights_after(tmp_path / "avg", uniform, **UNEQUAL)
     )
-
-
-def test_momentum_of_the_optimizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^optimizer: FedCM needs plain SGD with one learning rate"):
-        finished(tmp_path, FedCM(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))

@@ -104,13 +104,6 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, reference, initial):
         assert (after["weights"]["value"] >= 0).all()
 
 
-@pytest.mark.parametrize("initial", ["uniform", "samples"])
-def test_with_step_size_0_it_is_fedavg(tmp_path, initial):
-    ours = finished(tmp_path / "ours", FedDGGA(step_size=0.0, initial_weights=initial), **UNEQUAL)
-    plain = finished(tmp_path / "plain", FedAvg(weighting=initial), **UNEQUAL)
-    assert same_bytes(ours.state["model"], plain.state["model"])
-
-
 def one_round(weights):
     """Return the state after a round in which clients 0 and 1 take part for the first time, with the models 0 and 1."""
     before = {

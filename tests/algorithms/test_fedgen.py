@@ -32,7 +32,6 @@ from fl_lightning.algorithms.global_model.fedgen import (
     share_weighted_loss,
 )
 from fl_lightning.client.loss_term import Step
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, generator, seed_everything
 from fl_lightning.core.state_dicts import stack
 from fl_lightning.models import MLP
@@ -176,16 +175,6 @@ def test_a_frozen_head_which_is_not_sent_trains_the_generator(tmp_path):
     run = finished(tmp_path, FedGen(), model=Frozen, rounds=2, trainer=ONE_EPOCH, scenario=digits(4))
     assert not run.state["model"].keys() & {"head.weight", "head.bias"}
     assert all(value.isfinite().all() for value in run.state["generator"].values())
-
-
-def test_a_model_without_an_encoder_is_refused_before_round_1(tmp_path):
-    class Plain(nn.Sequential):
-        def __init__(self, in_shape, num_classes):
-            super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
-
-    with pytest.raises(ConfigError, match=r"^model: .*Plain"):
-        experiment(tmp_path / "run", FedGen(), model=Plain).fit()
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_term_is_zero_without_a_generator():

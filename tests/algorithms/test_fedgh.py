@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import SGD, UNEQUAL, NormMLP, descend, experiment, finished, in_float64, record_rounds, same_bytes
+from experiments import UNEQUAL, NormMLP, descend, experiment, finished, in_float64, record_rounds, same_bytes
 from loops import assert_equals_loop, steps_of
 from methods import SIAMESE
 from torch import nn
@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedGH, LGFedAvg
 from fl_lightning.algorithms.personalized import fedgh as gh
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, derive
 from fl_lightning.models import MLP, Head
 
@@ -136,9 +135,3 @@ def test_a_frozen_part_of_the_head_is_used_and_not_changed(tmp_path):
     assert torch.equal(run.algorithm.aggregator.head.bias, bias)
     assert not run.algorithm.aggregator.head.training  # no dropout
     assert torch.equal(run.client_module(0).backbone.head.bias, bias)
-
-
-def test_a_model_without_a_head_is_refused(tmp_path):
-    plain = lambda in_shape, num_classes: nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))  # noqa: E731
-    with pytest.raises(ConfigError, match=r"^model: this method reads features"):
-        experiment(tmp_path / "run", FedGH(), model=plain, optimizer=SGD).fit()

@@ -15,10 +15,6 @@ from torch.nn import functional as F
 from fl_lightning.algorithms import FedKD
 from fl_lightning.algorithms.personalized import fedkd as kd
 from fl_lightning.algorithms.personalized import fml
-from fl_lightning.core.errors import ConfigError
-
-WHOLE = {"energy_start": 1.0, "energy_end": 1.0}
-
 
 # --- Distillation ---
 
@@ -233,11 +229,3 @@ def test_all_losses_are_recorded_under_their_names(tmp_path):
     assert list(result.losses) == ["loss", *module.loss_names]
     assert all(value > 0 for value in result.losses.values())
     assert FedKD(distillation=0.0).client_module(SMALL((1, 8, 8), 10)).loss_names == ["ce", "own_ce"]
-
-
-def test_networks_without_features_are_refused(tmp_path):
-    plain = lambda in_shape, num_classes: nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))  # noqa: E731
-    for options in ({"model": plain}, {"algorithm": FedKD(shared_model=plain), "model": SMALL}):
-        run = experiment(tmp_path / "run", **{"algorithm": FedKD()} | options)
-        with pytest.raises(ConfigError, match=r"^model: this method reads features"):
-            run.fit()

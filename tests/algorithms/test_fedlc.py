@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from experiments import UNEQUAL, descend, experiment, in_float64, same_bytes, weights_after
+from experiments import UNEQUAL, descend, experiment, in_float64
 from loops import assert_equals_loop, rounds_by_hand
 
 from fl_lightning.algorithms import CalibratedLoss, FedLC
 from fl_lightning.client.loss_term import Step
-from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.models import MLP
 
 
 def loss_by_hand(logits, targets, counts, tau):
@@ -64,14 +61,3 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     assert_equals_loop(run, run.state["model"], expected)
     assert "client/train_calibrated_loss" in run.csv.rows[0]
     assert "client/train_ce" not in run.csv.rows[0]
-
-
-def test_without_margins_it_is_fedavg_bit_for_bit(tmp_path):
-    plain = weights_after(tmp_path / "avg", **UNEQUAL)
-    assert same_bytes(weights_after(tmp_path / "lc", FedLC(tau=0.0), **UNEQUAL), plain)
-    assert not same_bytes(weights_after(tmp_path / "lc1", FedLC(tau=1.0), **UNEQUAL), plain)
-
-
-def test_a_module_without_class_counts_is_refused():
-    with pytest.raises(ConfigError, match=r"^CalibratedLoss: class_counts is missing"):
-        CalibratedLoss().begin(ClientModule(MLP((4,), 3)))

@@ -179,6 +179,6 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
 def test_a_model_that_ends_with_no_linear_layer_is_refused():
     net = MLP((4,), 3)
     net.head = torch.nn.Sequential(torch.nn.Linear(64, 3), torch.nn.ReLU())
-    with pytest.raises(ConfigError, match=r"model: FedNH needs a linear classification layer, not ReLU"):
+    with pytest.raises(ConfigError, match=r"^model: FedNH .* ReLU"):
         FedNH().client_module(net)
     assert isinstance(FedNH().client_module(MLP((4,), 3)), ClientModule)

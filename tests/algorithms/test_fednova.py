@@ -5,13 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from experiments import NoDropout, assert_near, digits, experiment, finished, full_batch, in_float64, weights_after
+from experiments import NoDropout, assert_near, digits, experiment, full_batch, in_float64, weights_after
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import FedNova, FedProx
 from fl_lightning.algorithms.global_model.fednova import effective_steps
-from fl_lightning.core.errors import ConfigError
 
 OPTIONS = {"scenario": digits(4, alpha=0.1), "clients_per_round": 3, "batch_size": 32}
 
@@ -96,11 +95,3 @@ def test_with_equal_numbers_of_steps_it_is_fedprox_but_for_rounding(tmp_path):
     options = full_batch(0.1, 3) | {"scenario": digits(4, alpha=0.1)}
     nova = weights_after(tmp_path / "nova", FedNova(mu=0.2), **options)
     assert_near(nova, weights_after(tmp_path / "prox", FedProx(mu=0.2), **options), 1e-12)
-
-
-def test_another_optimizer_and_a_schedule_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^optimizer: FedNova needs SGD, and this is Adam"):
-        finished(tmp_path, FedNova(), optimizer=torch.optim.Adam)
-    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    with pytest.raises(ConfigError, match=r"^lr_scheduler: FedNova needs one learning rate per fit"):
-        finished(tmp_path, FedNova(), lr_scheduler=schedule)

@@ -133,7 +133,7 @@ def test_levels_can_be_named():
     assert level_taps(net, ["encoder.layer2", "encoder.conv1"]) == ("encoder.layer2.1.relu", "encoder.conv1")
     with pytest.raises(ConfigError, match=r"^algorithm.levels: .*'layer2'.*encoder"):
         level_taps(net, ["layer2"])
-    with pytest.raises(ConfigError, match=r"algorithm.levels: the model has no ReLU layer"):
+    with pytest.raises(ConfigError, match=r"^algorithm.levels: .* ReLU"):
         level_taps(FastText((5,), 3))
 
 
@@ -182,9 +182,10 @@ def test_only_active_terms_tap_layers_and_hooks_are_removed():
     term.active = False
     assert module.step((x, torch.zeros(6, dtype=torch.long))).taps == {}
     term.active = True
-    with pytest.raises(RuntimeError), tapped(net, term.taps):
+    with pytest.raises(RuntimeError), tapped(net, term.taps) as taps:
         net(torch.randn(6, 5))
-    assert not any(part._forward_pre_hooks for part in net.modules())
+    net(x)
+    assert taps == {}
 
 
 @pytest.mark.thorough
@@ -194,7 +195,7 @@ def test_taps_of_a_compiled_network_are_refused():
     with tapped(net, []):
         pass
     with (
-        pytest.raises(ConfigError, match=r"compile: a loss term looks at 'encoder.2'.* set compile false"),
+        pytest.raises(ConfigError, match=r"^compile: .*'encoder.2'"),
         tapped(net, ["encoder.2"]),
     ):
         pass

@@ -3,7 +3,6 @@
 import copy
 import math
 from functools import partial
-from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -32,26 +31,6 @@ def epochs(n):
 
 def weights(backbone, part=""):
     return {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(part)}
-
-
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("head_epochs", [0, 1, 3])
-@pytest.mark.parametrize("optimizer", [HEAVY, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
-def test_each_phase_changes_only_its_own_part(tmp_path, head_epochs, optimizer):
-    run = experiment(
-        tmp_path, FedRep(head_epochs=head_epochs), model=NormMLP, optimizer=optimizer, trainer=epochs(4), rounds=1
-    )
-    run.load()
-    module = run.worker.modules.build()
-    seen = [weights(module.backbone)]
-    end = module.on_train_epoch_end
-    vars(module)["on_train_epoch_end"] = lambda: (seen.append(weights(module.backbone)), end())
-    run.worker.fit(module, task_of_round(run, 1, 0))
-    assert len(seen) == 5
-    for epoch, (before, after) in enumerate(pairwise(seen)):
-        moved = {name for name in before if not torch.equal(before[name], after[name])}
-        head = {name for name in before if name.startswith("head.")}
-        assert moved == (head if epoch < head_epochs else before.keys() - head), epoch
 
 
 @in_float64
@@ -214,13 +193,6 @@ def test_the_final_phase_skips_a_batch_of_one_sample_if_the_head_has_batchnorm()
 # --- What is refused ---
 
 
-@pytest.mark.parametrize("head_epochs", [2, 5])
-def test_a_fit_without_an_epoch_for_the_body_is_refused(tmp_path, head_epochs):
-    with pytest.raises(ConfigError, match=rf"^algorithm.head_epochs: {head_epochs} of 2 epochs leave none"):
-        experiment(tmp_path / "run", FedRep(head_epochs=head_epochs)).fit()
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("method", [FedRep, FedPAC])
 def test_steps_that_leave_none_for_the_body_of_the_largest_client_are_refused(tmp_path, method):
     def run(steps, **options):
@@ -229,12 +201,8 @@ def test_steps_that_leave_none_for_the_body_of_the_largest_client_are_refused(tm
 
     (first := run(1, head_epochs=0)).load()
     per_epoch = math.ceil(max(len(shard.train) for shard in first.data.shards) / first.training.batch_size)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=rf"^algorithm.head_epochs: .*trainer.max_steps {2 * per_epoch} "):
         run(2 * per_epoch, head_epochs=2).fit()
-    assert str(refused.value) == (
-        f"algorithm.head_epochs: the head takes {2 * per_epoch} steps of the client with most samples, and "
-        f"trainer.max_steps {2 * per_epoch} leaves none for the body. Increase it, or use trainer.max_epochs."
-    )
     assert not (tmp_path / "run").exists()
     run(2 * per_epoch + 1, head_epochs=2).fit()
 

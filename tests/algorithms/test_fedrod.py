@@ -1,19 +1,15 @@
 """FedROD: its balanced loss, and two heads on one encoder (Chen and Chao, ICLR 2022)."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from experiments import UNEQUAL, descend, experiment, finished, in_float64, samples_of
+from experiments import UNEQUAL, descend, experiment, in_float64, samples_of
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import BalancedSoftmax, FedROD
 from fl_lightning.client.loss_term import Step
-from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError
-from fl_lightning.models import MLP, Head
 
 
 def balanced_by_hand(logits, targets, counts):
@@ -63,14 +59,3 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
         torch.testing.assert_close(run.client_module(client).eval()(x), expected, rtol=1e-10, atol=1e-10)
     assert "client/train_personal" in run.csv.rows[0]
     assert "global/acc" in run.csv.rows[0]
-
-
-def test_a_head_of_several_layers_is_refused(tmp_path):
-    model = partial(MLP, head=Head(hidden=(8,)))
-    with pytest.raises(ConfigError, match=r"^model\.head: FedROD needs a head of one linear layer"):
-        finished(tmp_path, FedROD(), model=model)
-
-
-def test_a_module_without_class_counts_is_refused():
-    with pytest.raises(ConfigError, match=r"^BalancedSoftmax: class_counts is missing"):
-        BalancedSoftmax().begin(ClientModule(MLP((4,), 3)))

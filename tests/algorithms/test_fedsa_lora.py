@@ -2,12 +2,11 @@
 
 import pytest
 from adapters import PLAIN, LowRankMLP
-from experiments import UNEQUAL, experiment, in_float64, record_rounds, same_bytes
+from experiments import UNEQUAL, experiment, in_float64, record_rounds
 from loops import assert_equals_loop, rounds_by_hand
 from methods import assert_same_run
 
-from fl_lightning.algorithms import FedIT, FedSALoRA
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.algorithms import FedSALoRA
 from fl_lightning.engines import ProcessesEngine
 
 FACTORS_B = ("encoder.1.lora_B.", "encoder.3.lora_B.")
@@ -45,19 +44,3 @@ def test_processes_keep_the_same_factors(tmp_path):
     one.fit()
     other.fit()
     assert_same_run(one, other)
-
-
-def test_with_nothing_personal_it_sends_what_fedit_sends(tmp_path):
-    one, other = (
-        experiment(tmp_path / str(n), method, model=LowRankMLP, **UNEQUAL)
-        for n, method in enumerate((FedSALoRA(personal=[]), FedIT()))
-    )
-    one.fit()
-    other.fit()
-    assert same_bytes(one.state["model"], other.state["model"])
-
-
-@pytest.mark.parametrize("pattern", ["*.lora_C.*", "lora_B"])
-def test_a_pattern_that_matches_nothing_is_refused(tmp_path, pattern):
-    with pytest.raises(ConfigError, match=r"^algorithm\.personal: "):
-        experiment(tmp_path, FedSALoRA(personal=[pattern]), model=LowRankMLP).fit()

@@ -393,30 +393,6 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     assert_equals_loop(run, run.state["model"], model.state_dict())
 
 
-@in_float64
-def test_knowledge_of_a_run_is_eq1_of_its_trained_clients(tmp_path):
-    run = experiment(tmp_path, FedSKC(similar_clients=2), rounds=1)
-    uploads = []
-    one_upload = run.algorithm.upload
-
-    def watch(module, batches, n, c):
-        x, y = (torch.cat(part) for part in zip(*batches, strict=True))
-        logits = module(x)
-        values, held = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bool)
-        for j in y.unique().tolist():
-            mean = logits[y == j].mean(dim=0)
-            values[j], held[j] = mean * torch.sigmoid(mean), True
-        uploads.append((values, held))
-        return one_upload(module, [(x, y)], n, c)
-
-    run.algorithm.upload = watch
-    run.fit()
-    local, held = (torch.stack(part) for part in zip(*uploads, strict=True))
-    merged, known = global_knowledge(local, held, 2)
-    torch.testing.assert_close(run.state["structural"]["values"], merged, rtol=1e-9, atol=1e-9)
-    assert torch.equal(run.state["structural"]["known"], known)
-
-
 @pytest.mark.parametrize("preset", ["paper", "reference"])
 def test_options_reach_the_parts(preset):
     method = FedSKC(

@@ -9,7 +9,6 @@ from peers import mean_by_hand
 
 from fl_lightning.algorithms import FlexLoRA
 from fl_lightning.algorithms.adapters.flexlora import svd_of_product, truncate
-from fl_lightning.core.errors import ConfigError
 
 RANKS = {"none": [], "two": [3, 1]}
 
@@ -90,9 +89,3 @@ def test_a_client_of_a_smaller_rank_gets_the_nearest_product_of_its_rank(tmp_pat
             assert whole[factor(path, "A")].shape == frozen[factor(path, "A")].shape
             assert not whole[factor(path, "A")][rank:].any()
             assert not whole[factor(path, "B")][:, rank:].any()
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_rank_out_of_range_is_refused(tmp_path, rank):
-    with pytest.raises(ConfigError, match=rf"^algorithm\.ranks: {rank} is not between 1 and 3"):
-        experiment(tmp_path, FlexLoRA(ranks=[rank]), model=LowRankMLP).fit()

@@ -9,7 +9,6 @@ from loops import assert_equals_loop
 from peers import mean_by_hand
 
 from fl_lightning.algorithms import FLoRA
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.seeding import Stream, derive
 
 RANKS = {"none": [], "two": [3, 1]}
@@ -72,9 +71,3 @@ def test_a_client_sends_and_receives_only_the_rows_of_its_rank(tmp_path):
             assert shapes[factor("encoder.1", "B")] == (12, rank)
         sizes[rank] = upload.message.nbytes
     assert sizes[3] - sizes[1] == 4 * 2 * (64 + 12 + 12 + 12)
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_rank_out_of_range_is_refused(tmp_path, rank):
-    with pytest.raises(ConfigError, match=rf"^algorithm\.ranks: {rank} is not between 1 and 3"):
-        experiment(tmp_path, FLoRA(ranks=[2, rank]), model=LowRankMLP).fit()

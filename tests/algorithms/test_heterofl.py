@@ -1,13 +1,23 @@
 """HeteroFL: each element is averaged over the clients that hold it (Diao et al. 2021)."""
 
-import copy
 import itertools
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from experiments import ONE_EPOCH, UNEQUAL, NormMLP, descend, digits, experiment, finished, in_float64, same_bytes
+from experiments import (
+    ONE_EPOCH,
+    UNEQUAL,
+    NormMLP,
+    descend,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    in_two_parts,
+    same_bytes,
+)
 from flower_grid import flower, remote_experiment  # noqa: F401
 from loops import assert_equals_loop, steps_of
 from methods import assert_same_run
@@ -74,11 +84,9 @@ def test_a_run_equals_a_loop_by_hand(tmp_path, weighting, scaler):
     for round in range(1, 4):
         uploads = []
         for client in run.server.participants(round):
-            local = copy.deepcopy(run.worker.for_client(client).template.backbone)
+            local = WIDTHS.factories[client % 3](in_shape=(1, 8, 8), num_classes=10)
             for name, value in local.state_dict().items():
                 value.copy_(model[name][tuple(slice(0, n) for n in value.shape)])
-            for layer in local.modules():
-                layer._forward_hooks.clear()
             for x, y in steps_of(run, round, client):
                 logits = scaled_logits(local, x, (12, 8)) if scaler else local(x)
                 descend(local, F.cross_entropy(logits, y), 0.2)
@@ -144,11 +152,8 @@ def test_a_client_receives_and_sends_only_its_slices(tmp_path):
 
 
 def test_a_run_resumes_byte_for_byte_and_evaluates_each_width(tmp_path):
-    options = QUICK | {"evaluation": Evaluation(client_model="received")}
-    whole = finished(tmp_path / "whole", HeteroFL(), **options | {"rounds": 3})
-    finished(tmp_path / "half", HeteroFL(), **options)
-    resumed = experiment(tmp_path / "half", HeteroFL(), **options | {"rounds": 3})
-    resumed.fit(resume=True)
+    options = QUICK | {"evaluation": Evaluation(client_model="received"), "rounds": 3}
+    whole, resumed = in_two_parts(tmp_path, HeteroFL, 2, **options)
     assert_same_run(whole, resumed)
     assert {"global/acc", *(f"architecture/MLP_{k}/acc_mean" for k in range(3))} <= whole.csv.rows[-1].keys()
 

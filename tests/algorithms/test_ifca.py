@@ -17,7 +17,6 @@ from experiments import (
     in_float64,
     same_bytes,
     samples_of,
-    weights_after,
 )
 from loops import assert_equals_loop, cross_entropy_steps, steps_of
 from peers import mean_by_hand
@@ -29,7 +28,6 @@ from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.received_loss import mean_loss
 from fl_lightning.client.weights import reinitialised
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models.heads import CosineLinear
@@ -174,8 +172,3 @@ def test_the_received_models_of_all_clients_are_evaluated(tmp_path):
     module = run.client_module(1)
     acc = (module(run.data.data.x_train[test]).argmax(1) == run.data.data.y_train[test]).float().mean()
     assert client_series(tmp_path, 3)["client_1/acc"] == pytest.approx(float(acc))
-
-
-def test_a_shared_layer_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.shared_layers: no entry's name begins with 'body'"):
-        weights_after(tmp_path, IFCA(shared_layers=["body"]))

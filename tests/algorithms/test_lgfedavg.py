@@ -2,7 +2,7 @@
 
 import copy
 
-from experiments import UNEQUAL, descend, experiment, in_float64, same_bytes, weights_after
+from experiments import UNEQUAL, descend, experiment, in_float64
 from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
@@ -35,8 +35,3 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     for client, encoder in encoders.items():
         kept = {f"encoder.{name}": value for name, value in encoder.items()}
         assert_equals_loop(run, run.memory[client]["personal"], dict(sorted(kept.items())))
-
-
-def test_with_no_personal_part_it_is_fedavg_bit_for_bit(tmp_path):
-    shared = weights_after(tmp_path / "lg", LGFedAvg(personal=[]), **UNEQUAL)
-    assert same_bytes(shared, weights_after(tmp_path / "avg", **UNEQUAL))

@@ -9,8 +9,7 @@ from experiments import SGD, UNEQUAL, NoDropout, NormMLP, client_series, experim
 from loops import assert_clients_equal_loop, cross_entropy_steps, steps_of
 from torch.nn import functional as F
 
-from fl_lightning.algorithms import DistillingWeights, Local, Proximal
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.algorithms import Local
 from fl_lightning.core.seeding import Stream, derive, seed_everything
 from fl_lightning.data.loaders import Batches
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -81,8 +80,3 @@ def test_nothing_is_sent_and_there_is_no_global_model(tmp_path):
 def test_aggregation_ignores_the_uploads():
     state = {"model": {}}
     assert aggregate(Local(), state, [None, None]) == state
-
-
-def test_loss_terms_with_shared_knowledge_are_refused():
-    with pytest.raises(ConfigError, match=r"algorithm.loss_terms: 'dw' needs shared knowledge"):
-        Local(loss_terms=[Proximal(0.1), DistillingWeights()])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning import algorithms
-from fl_lightning.algorithms import FedProx, Proximal
+from fl_lightning.algorithms import BalancedSoftmax, CalibratedLoss, FedProx, Proximal, WeightDistribution
 from fl_lightning.client.loss_term import LossTerm, Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import ConfigError
@@ -52,10 +52,16 @@ def test_a_term_that_is_off_is_zero_without_begin():
     assert Proximal(mu=0.0)(STEP) == 0
 
 
+@pytest.mark.parametrize("term", [BalancedSoftmax, CalibratedLoss, WeightDistribution])
+def test_a_term_of_class_counts_needs_them(term):
+    with pytest.raises(ConfigError, match=rf"^{term.__name__}: class_counts "):
+        term().begin(ClientModule(MLP((4,), 3)))
+
+
 def test_a_term_that_misses_the_network_is_refused_in_training():
     term = Proximal()
     term.begin(ClientModule(MLP(in_shape=(4,), num_classes=3)))
-    with pytest.raises(ConfigError, match=r"^Proximal: .*a tensor of Step is missing"):
+    with pytest.raises(ConfigError, match=r"^Proximal: .* Step "):
         term(STEP)
 
 

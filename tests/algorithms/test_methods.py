@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from adapters import LowRankMLP
-from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished
+from experiments import ONE_EPOCH, NormMLP, digits, experiment, in_two_parts
 from methods import ADAPTERS, CLASSES, METHODS, SIAMESE, assert_same_run
 from stacking import compare
 
@@ -55,14 +55,11 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(tmp_path, name):
     model = SIAMESE if name in NEEDS_PREDICTOR else LowRankMLP if name in ADAPTERS else NormMLP
     options = options | {"model": model, "scenario": digits(6, alpha=0.1), "trainer": ONE_EPOCH}
     options |= {"clients_per_round": 3, "seed": 3}
-    whole = finished(tmp_path / "whole", method(), rounds=2, **options)
+    whole, rest = in_two_parts(tmp_path, method, 1, rounds=2, **options)
     assert (whole.data.class_counts() == 0).any()
     first, second = (set(whole.server.participants(round)) for round in (1, 2))
     assert first & second
     assert first ^ second
-    experiment(tmp_path / "parts", method(), rounds=1, **options).fit()
-    rest = experiment(tmp_path / "parts", method(), rounds=2, **options)
-    rest.fit(resume=True)
     assert_same_run(whole, rest)
 
 

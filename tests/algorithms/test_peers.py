@@ -7,10 +7,10 @@ import pytest
 import torch
 from commands import rows, run, tiny
 from experiments import (
-    SGD,
     UNEQUAL,
     NoDropout,
     NormMLP,
+    accuracy_and_loss,
     assert_near,
     client_series,
     digits,
@@ -23,7 +23,6 @@ from loops import assert_publications_equal_loop, peers_by_hand
 from methods import assert_same_run
 from peers import Watching, mean_by_hand, model_of, peers_in, published
 from task_runners import Backwards
-from torch.nn import functional as F
 
 from fl_lightning.algorithms import (
     UAPDFL,
@@ -36,12 +35,8 @@ from fl_lightning.algorithms import (
     Ring,
 )
 from fl_lightning.callbacks import RoundCallback
-from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.loss_term import LossTerm
-from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
-from fl_lightning.core.state_dicts import weighted_mean
-from fl_lightning.engines import Task, Worker
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
@@ -74,12 +69,6 @@ def publications(clients, seed=0):
     ]
     samples = torch.randint(1, 50, (clients,), generator=generator).tolist()
     return [Message.pack({"model": s}, n_samples=n) for s, n in zip(sections, samples, strict=True)]
-
-
-def plain_worker(run, model=MODEL):
-    """Return FedAvg's worker, which trains from the weights that it receives."""
-    training = LocalTraining(64, trainer={"accelerator": "cpu", "max_epochs": 1}, optimizer=SGD)
-    return Worker(run.seed, FedAvg(), model, run.data, training)
 
 
 # --- Mixing ---
@@ -142,37 +131,7 @@ def test_clients_collect_only_from_linked_peers(tmp_path, n_com):
         assert all(len(peers) == (1 if n_com == 1 else 2) for peers in drawn)
 
 
-def test_more_peers_than_other_clients_are_refused(tmp_path):
-    run = experiment(tmp_path, PeerAlgorithm(n_com=K))
-    with pytest.raises(ConfigError, match=r"algorithm.n_com: 6 peers, but a client has only 5 others"):
-        run.fit()
-    experiment(tmp_path, PeerAlgorithm(n_com=K - 1)).load()
-
-
 # --- Rounds ---
-
-
-def test_two_rounds_equal_a_hand_written_loop(tmp_path):
-    engine = Watching()
-    run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=MODEL, engine=engine, **ALL)
-    worker = plain_worker(run)
-    samples = [len(shard.train) for shard in run.data.shards]
-    models = [worker.modules.build().backbone.state_dict()] * K
-    for round in (1, 2):
-        heard = {client: peers_in(task.download) for client, task in engine.of_round(round).items()}
-        trained = []
-        for client in range(K):
-            group = [client, *heard[client]]
-            mixed = weighted_mean([models[k] for k in group], [samples[k] for k in group])
-            result = worker.run(Task(round, client, Message.pack({"model": mixed}), {}))
-            trained.append(result.upload.section("model"))
-        models = trained
-    for client in range(K):
-        tensors, n = published(run, client)
-        assert same_bytes(model_of(tensors), models[client])
-        assert n == samples[client]
-    for name, value in weighted_mean(models, samples).items():
-        torch.testing.assert_close(run.state["model"][name], value, rtol=1e-6, atol=1e-9)
 
 
 @in_float64
@@ -317,18 +276,12 @@ def test_buffers_are_averaged_kept_or_dropped(tmp_path, buffers):
 # --- What is measured ---
 
 
-def accuracy(module, x, y):
-    with torch.no_grad():
-        logits = module.eval()(x)
-    return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
-
-
 def test_global_accuracy_is_that_of_the_mean_of_all_clients_models(tmp_path):
     run = finished(tmp_path, PeerAlgorithm(n_com=2), rounds=2, model=NormMLP, clients_per_round=3)
     models, samples = zip(*(published(run, client) for client in range(K)), strict=True)
     module = run.worker.modules.build()
     module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
-    acc, loss = accuracy(module, run.data.data.x_test, run.data.data.y_test)
+    acc, loss = accuracy_and_loss(module, run.data.data.x_test, run.data.data.y_test)
     assert run.csv.rows[-1]["global/acc"] == pytest.approx(acc, abs=1e-9)
     assert run.csv.rows[-1]["global/loss"] == pytest.approx(loss, rel=1e-5)
     saved = torch.load(tmp_path / "final" / "model.pt", weights_only=True)
@@ -349,7 +302,7 @@ def test_clients_are_evaluated_as_trained_or_as_mixed(tmp_path, clients):
         module = run.worker.modules.build()
         module.backbone.load_state_dict(mean_by_hand([model_of(model) for model in models], samples))
         test = run.data.shards[client].test
-        acc, _ = accuracy(module, run.data.data.x_train[test], run.data.data.y_train[test])
+        acc, _ = accuracy_and_loss(module, run.data.data.x_train[test], run.data.data.y_train[test])
         assert own[f"client_{client}/acc"] == pytest.approx(acc, abs=1e-9)
 
 

@@ -9,7 +9,6 @@ from loops import assert_equals_loop, steps_of
 from torch.nn import functional as F
 
 from fl_lightning.algorithms import PFedMe
-from fl_lightning.core.errors import ConfigError
 
 
 @in_float64
@@ -51,9 +50,3 @@ def test_a_run_equals_a_loop_by_hand(tmp_path):
     for client, kept in run.memory.items():
         assert_equals_loop(run, kept["personal_model"], personal[client].state_dict())
         assert_near(dict(run.client_module(client).backbone.state_dict()), dict(personal[client].state_dict()), 1e-11)
-
-
-@pytest.mark.parametrize("option", ["lam", "inner_steps", "personal_lr", "beta"])
-def test_options_of_zero_are_refused(option):
-    with pytest.raises(ConfigError, match=rf"^algorithm\.{option}"):
-        PFedMe(**{option: 0})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from aggregation import aggregate, finish
-from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, same_bytes, untimed
+from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, in_two_parts, same_bytes, untimed
 from methods import CLASSES, METHODS, assert_same_run
 
 from fl_lightning import algorithms
@@ -218,7 +218,7 @@ def test_between_peers_updates_are_clipped_around_the_clients_own_model():
 
 def test_rules_that_need_more_models_than_a_client_has_are_refused(tmp_path):
     for method in (PeerAlgorithm(n_com=3, aggregator=Krum(1)), PeerAlgorithm(graph=Ring(), aggregator=TrimmedMean(2))):
-        with pytest.raises(ConfigError, match=r"^algorithm\.aggregator: .* needs at least 5 models a round"):
+        with pytest.raises(ConfigError, match=r"^algorithm\.aggregator: .* 5"):
             experiment(tmp_path, method).load()
     experiment(tmp_path, PeerAlgorithm(n_com=4, aggregator=Krum(1))).load()
     with pytest.raises(ConfigError, match=r"^algorithm\.aggregator: ServerStep is no mean"):
@@ -230,7 +230,7 @@ def test_rules_that_need_more_models_than_a_client_has_are_refused(tmp_path):
 
 def test_too_few_clients_per_round_are_refused_before_round_1(tmp_path):
     for aggregator in (Krum(1), ServerStep(inner=Krum(1)), FedSKC(aggregator=None).aggregator.wrap(Krum(1))):
-        with pytest.raises(ConfigError, match=r"^algorithm\.aggregator: Krum with f 1 needs at least 5 .* not 4"):
+        with pytest.raises(ConfigError, match=r"^algorithm\.aggregator: Krum .* f 1 .* 5 .* 4"):
             experiment(tmp_path / "run", FedAvg(aggregator=aggregator)).fit()
     assert not (tmp_path / "run").exists()
 
@@ -253,7 +253,7 @@ def test_a_round_that_is_left_with_too_few_uploads_ends_the_run(tmp_path):
     run = experiment(tmp_path, method, on_client_failure="drop")
     with (
         pytest.warns(UserWarning, match="dropped from this round"),
-        pytest.raises(TooFewClients, match=r"^round 1: MultiKrum with m 4 needs at least 4 models a round, not 3\."),
+        pytest.raises(TooFewClients, match=r"^round 1: MultiKrum .* m 4 .* 3"),
     ):
         run.fit()
 
@@ -267,10 +267,7 @@ ROBUST = {
 @pytest.mark.parametrize("name", ROBUST)
 def test_the_state_and_the_buckets_of_a_rule_resume_to_the_same_bytes(name, tmp_path):
     options = {"model": NormMLP, "scenario": digits(6), "trainer": ONE_EPOCH}
-    whole = finished(tmp_path / "whole", ROBUST[name](), rounds=3, **options)
-    experiment(tmp_path / "parts", ROBUST[name](), rounds=2, **options).fit()
-    rest = experiment(tmp_path / "parts", ROBUST[name](), rounds=3, **options)
-    rest.fit(resume=True)
+    whole, rest = in_two_parts(tmp_path, ROBUST[name], 2, **options)
     assert_same_run(whole, rest)
     assert ("centre" in whole.state) == (name == "clipping")
 

@@ -225,5 +225,5 @@ def test_loss_scaling_and_several_learning_rates_are_refused():
 
     module = ClientModule(NormMLP((4,), 3), [ControlVariates()], optimizer=two_rates)
     module.trainer = quiet_trainer(CPU)
-    with pytest.raises(ConfigError, match=r"^optimizer: SCAFFOLD needs plain SGD with one learning rate"):
+    with pytest.raises(ConfigError, match=r"^optimizer: SCAFFOLD "):
         module.on_fit_start()

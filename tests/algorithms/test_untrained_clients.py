@@ -12,6 +12,7 @@ from experiments import (
     digits,
     experiment,
     finished,
+    in_two_parts,
     same_bytes,
     samples_of,
     task_of_round,
@@ -114,11 +115,7 @@ def test_a_client_is_counted_until_it_has_trained(tmp_path):
 
 @pytest.mark.parametrize("method", [FedPer, PeerAlgorithm])
 def test_a_resumed_run_goes_on_counting(tmp_path, method):
-    options = {"clients_per_round": 1, "trainer": ONE_EPOCH, "evaluation": RECEIVED}
-    whole = finished(tmp_path / "whole", method(), rounds=3, **options)
-    finished(tmp_path / "parts", method(), rounds=1, **options)
-    rest = experiment(tmp_path / "parts", method(), rounds=3, **options)
-    rest.fit(resume=True)
+    whole, rest = in_two_parts(tmp_path, method, 1, clients_per_round=1, trainer=ONE_EPOCH, evaluation=RECEIVED)
     assert [row["client/untrained"] for row in rest.csv.rows] == [row["client/untrained"] for row in whole.csv.rows]
     assert rest.csv.rows[-1]["client/untrained"] >= 3
 

@@ -298,7 +298,7 @@ def test_failed_trials_count_and_an_entry_without_a_complete_one_has_no_runs(tmp
 
 def test_nothing_to_tune_is_refused(tmp_path):
     entry = next(benchmark(tmp_path, search={}).entries())
-    with pytest.raises(ConfigError, match=r"^global, skewed, FedAvg: nothing to tune. Give search: a range"):
+    with pytest.raises(ConfigError, match=r"^global, skewed, FedAvg: .* search: "):
         tuned(entry, tmp_path, FakeRuns(at(0.1)))
 
 
@@ -546,7 +546,7 @@ def test_unknown_methods_settings_and_metrics_are_refused_before_the_first_trial
     assert refused.code == 2
     table["methods"], table["metric"], table["goal"] = ["FedAvg"], "global/acx", "maximize"
     Path("b.yaml").write_text(yaml.safe_dump(content))
-    assert "t, FedAvg: metric: no run has global/acx. Use one of global/acc, " in run("benchmark", "b.yaml").err
+    assert "t, FedAvg: metric: no run has global/acx." in run("benchmark", "b.yaml").err
     assert not Path("runs").exists()
 
 

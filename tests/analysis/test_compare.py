@@ -305,10 +305,10 @@ def test_the_newest_finished_one_of_equal_runs_is_kept(tmp_path):
     with pytest.warns(UserWarning, match="left out") as caught:
         kept = comparable_runs(open_runs(tmp_path))
     assert {item.run_dir for item in kept} == {new, other}
-    assert [str(each.message) for each in caught] == [
-        f"1 run, {newest}: not finished, left out (--unfinished includes them)",
-        f"1 run, {old}: the same settings and seed as another run, left out (the newest finished run is kept)",
-    ]
+    unfinished, repeated = (str(each.message) for each in caught)
+    assert unfinished.startswith(f"1 run, {newest}: not finished")
+    assert "--unfinished" in unfinished
+    assert repeated.startswith(f"1 run, {old}: the same settings")
     with pytest.warns(UserWarning, match="2 runs, .*: the same settings and seed"):
         assert {item.run_dir for item in comparable_runs(open_runs(tmp_path), unfinished=True)} == {new, other}
 
@@ -469,7 +469,7 @@ def test_private_groups_have_their_largest_epsilon_in_a_column(tmp_path):
     shown = run("compare", str(tmp_path), "--by", "dp").out.splitlines()
     assert re.split("  +", shown[0])[-3:] == ["privacy epsilon", "privacy record_epsilon", "bytes"]
     assert [line.split()[-4:-2] for line in shown[2:5]] == [["-", "-"], ["4", "-"], ["-", "inf"]]
-    assert "privacy epsilon: the largest of a group's runs, after their last round." in shown
+    assert any(line.startswith("privacy epsilon: ") for line in shown)
     (tmp_path / "table.csv").write_text(run("compare", str(tmp_path), "--by", "dp", "--format", "csv").out)
     with (tmp_path / "table.csv").open() as file:
         assert [row["privacy/epsilon"] for row in csv.DictReader(file)] == ["", "4.0", ""]
@@ -480,7 +480,7 @@ def test_methods_without_the_metric_get_a_dash_and_a_remark(tmp_path):
     write(tmp_path, "Local", accs=[0.75], name="client/acc_mean")
     out = run("compare", tmp_path, "--target", "0.5").out
     assert re.search(r"^Local +1 +- +- +- +31 B +- +- +-$", out, re.M)
-    assert "no global/acc in Local: no global model, or no global test set. The metric client/acc_mean includes" in out
+    assert re.search("^no global/acc in Local: .* client/acc_mean ", out, re.M)
     out = run("compare", tmp_path, "--metric", "client/acc_mean").out
     assert re.search(r"^Local +1 +0.7500 ", out, re.M)
     assert "no client/acc_mean in FedAvg." in out
@@ -491,7 +491,8 @@ def test_a_group_in_which_some_runs_lack_the_metric_gets_a_remark(tmp_path):
     write(tmp_path, seed=1, accs=[0.75], name="client/acc_mean")
     comparison = compare_folder(tmp_path)
     assert comparison.groups[0].last == (0.5, None, 1)
-    assert comparison.remarks == ["not all runs of all runs have global/acc; the figures cover those that do"]
+    (remark,) = comparison.remarks
+    assert "global/acc" in remark
 
 
 @pytest.mark.filterwarnings("always")
@@ -562,8 +563,7 @@ def test_across_refuses_an_ambiguous_key(tmp_path):
         write(tmp_path, "FedAMP", alpha=alpha, arguments={"alpha": own})
     code, out, err = run("compare", tmp_path, "--across", "alpha")
     assert (code, out) == (2, "")
-    keys = "algorithm.alpha, scenario.partition.alpha"
-    assert f"--across: alpha is no key in which these groups differ. Available: {keys}" in err
+    assert re.search("--across: alpha .*: algorithm.alpha, scenario.partition.alpha", err)
 
 
 def test_csv_has_full_keys_and_unrounded_values(study):
@@ -643,7 +643,7 @@ def test_percent_multiplies_the_metric_and_its_differences_by_100(form, tmp_path
         text = out.replace("*", "").replace(r"\textbf{", "").replace("}", "").replace("$\\pm$", "±")
         assert re.search(r"12.50 ± 0.00\W+25.00 ± 0.00\W+(?=[a-z\d]|41)", text)
         assert re.search(r"62.50 ± 17.68\W+62.50 ± 17.68\W+\+50.00 ± 17.68", text)
-        assert "global/acc in percent, in the last evaluated and in the best round: mean" in out
+        assert "global/acc in percent" in out
     across = run("compare", tmp_path, "--percent", "--across", "algorithm").out
     assert re.search(r"12.50 ± 0.00 +62.50 ± 17.68", across)
 

@@ -1,6 +1,7 @@
 """`fl-lightning export`: a file of each format, loaded by its own program, gives the outputs of the run's module."""
 
 import logging
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -123,10 +124,9 @@ def test_an_exported_network_gives_the_outputs_of_the_module(suffix, client, tmp
             assert_close(outputs_of_file(path, batch(n)), module.eval()(batch(n)))
     whose = "the global model" if client is None else "the model of client 2, with this method the global model,"
     size = f"{path.stat().st_size / 1e6:.2f} MB"
-    assert out.splitlines() == [
-        f"wrote {path} ({FORMATS[suffix].name}, {size}): {whose} after round 3",
-        "it takes samples as scenario.dataset prepares them, float32 (batch, 1, 8, 8), and gives float32 (batch, 10)",
-    ]
+    written, takes = out.splitlines()
+    assert written == f"wrote {path} ({FORMATS[suffix].name}, {size}): {whose} after round 3"
+    assert re.search(r"scenario\.dataset .*float32 \(batch, 1, 8, 8\), .*float32 \(batch, 10\)$", takes)
 
 
 def test_a_personal_model_is_not_called_the_global_one(tmp_path):
@@ -259,7 +259,7 @@ def test_a_file_with_preparation_normalises_stored_samples(suffix, tmp_path, fol
         text = TINY.replace("dataset: Digits", "dataset: own_export.Coloured")
         tiny(folder / "stored", "--rounds", "1", "--scenario.partition.min_samples", "2", text=text)
     path, out = export(tmp_path, suffix, "--prepare", name="stored")
-    assert "it takes samples as they are stored, uint8 (batch, 3, 8, 8), and gives float32 (batch, 3)" in out
+    assert re.search(r"stored, uint8 \(batch, 3, 8, 8\), .*float32 \(batch, 3\)$", out, re.M)
     original = open_run("stored")
     x = original.data.data.x_test[:6]
     assert x.dtype == torch.uint8
@@ -278,11 +278,11 @@ def test_other_precisions_are_written_in_float32(tmp_path):
     assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
-def test_a_compiled_network_is_exported_uncompiled():
+def test_a_compiled_network_is_exported_uncompiled(monkeypatch):
     original = open_run("run")
     original.worker.modules.compile = True
-    network = network_of(original, read_config(Path("run/config.yaml"))["model"])
-    assert not any(part._compiled_call_impl for part in network.backbone.modules())
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: pytest.fail("compiled"))
+    network_of(original, read_config(Path("run/config.yaml"))["model"])
 
 
 # --- Messages ---

@@ -456,7 +456,9 @@ def test_an_image_that_stays_too_large_is_left_out_with_a_line(folder):
     write_image(folder / "figures" / "drift" / "round-1.png", noise(900, 900))
     data = contents(folder)
     assert data["images"] == []
-    assert data["left_out"] == ["a/figures/drift/round-1.png: it takes more than 150,000 bytes even if reduced"]
+    (line,) = data["left_out"]
+    assert line.startswith("a/figures/drift/round-1.png: ")
+    assert "150,000 bytes" in line
 
 
 def test_images_beyond_the_limit_of_a_page_are_left_out_with_a_line_each(folder, monkeypatch):
@@ -511,7 +513,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder):
 def test_huge_files_are_not_opened(folder, monkeypatch):
     write_image(folder / "figures" / "drift" / "round-1.png", noise(9, 9))
     monkeypatch.setattr(run_files, "MOST_IMAGE_BYTES", 100)
-    assert left_out(folder) == "a/figures/drift/round-1.png: it is larger than it can be"
+    assert left_out(folder).startswith("a/figures/drift/round-1.png: it is larger")
 
 
 # --- the page ---
@@ -606,10 +608,9 @@ def test_the_command_writes_a_page_and_names_the_parts_left_out(folder, tmp_path
     out = tmp_path / "new" / "page.html"
     outcome = command("report", folder, "-o", out)
     assert outcome.code == 0
-    assert outcome.out.splitlines() == [
-        "left out: a/partition.csv: it does not begin with client, split and a column per class",
-        f"wrote {out}: 1 run, {out.stat().st_size / 1e6:.1f} MB",
-    ]
+    missing, written = outcome.out.splitlines()
+    assert missing.startswith("left out: a/partition.csv: ")
+    assert written == f"wrote {out}: 1 run, {out.stat().st_size / 1e6:.1f} MB"
     assert out.stat().st_size < 2_500_000
     assert page.is_report(out)
 

@@ -80,7 +80,8 @@ def test_curves_are_means_with_a_band_and_ranked_by_the_final_value(study):
         low, high = band.get_datalim(axes.transData).intervaly
         assert [low, high] == pytest.approx([min(middle) - 50**0.5, max(middle) + 50**0.5])  # 10 between two seeds
     assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("Communication rounds", "Test accuracy (%)", "")
-    assert figure.notes == ["global/acc: mean over seeds; band: ± standard deviation (n - 1)."]
+    (note,) = figure.notes
+    assert re.fullmatch(r"global/acc: mean .*band: .* \(n - 1\)\.", note)
 
 
 @pytest.mark.fast_cases(2)
@@ -121,11 +122,11 @@ def test_runs_of_other_lengths_and_without_the_metric_are_noted(study):
     config = changed(algorithm="fl_lightning.algorithms.Local", arguments={})
     write_run(study / "local", config, {"client/acc_mean": [0.55]})
     figure = plot_runs(open_runs(study, {"alpha": 0.1}), by=["algorithm"])
-    assert figure.notes[1:] == [
-        "FedAvg: runs of 2 to 3 rounds; only rounds of all are drawn.",
-        "seeds: 0, 1, 2; some groups lack some.",
-        "no global/acc in Local: no global model, or no global test set. The metric client/acc_mean includes them.",
-    ]
+    rounds, seeds, metric = figure.notes[1:]
+    assert rounds.startswith("FedAvg: runs of 2 to 3 rounds")
+    assert seeds.startswith("seeds: 0, 1, 2; ")
+    assert metric.startswith("no global/acc in Local: ")
+    assert "client/acc_mean" in metric
     assert sorted(legend_of(figure)) == sorted(RANKED)
     assert "Local" in legend_of(plot_runs(open_runs(study), y="client/acc_mean", by=["algorithm"]))
 
@@ -164,8 +165,9 @@ def test_one_seed_has_neither_band_nor_error_bar(study):
     curves, bars = plot_runs(runs), plot_runs(runs, "bars")
     assert not curves.axes[0].collections
     assert len(bars.axes[0].containers) == 3  # no error bars
-    assert curves.notes == ["global/acc: one run per group."]
-    assert bars.notes == ["global/acc in the last evaluated round: one run per group."]
+    for figure in (curves, bars):
+        (note,) = figure.notes
+        assert re.fullmatch("global/acc.*: one run .*", note)
 
 
 def test_clients_are_those_of_the_last_round_of_all_seeds(study):
@@ -212,7 +214,8 @@ def test_partition_bubbles(study):
     assert legend_of(figure) == ["12", "3", "1 samples"]
     shown = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
     assert shown == pytest.approx([area, area * 3 / 12, area / 12])
-    assert figure.notes == ["training samples by client and class; the largest count is 8, 12."]
+    (note,) = figure.notes
+    assert note.endswith(" 8, 12.")
 
 
 @pytest.mark.parametrize("clients", [200, 3])
@@ -432,7 +435,7 @@ def test_a_wrong_option_is_one_line(words, message, study, monkeypatch):
 
 def test_what_python_code_can_get_wrong(study):
     runs = open_runs(study)
-    with pytest.raises(ConfigError, match=r"kind: 'pie' is unknown. Use curves, bars, clients, partition"):
+    with pytest.raises(ConfigError, match=r"^kind: 'pie' .*curves, bars, clients, partition"):
         plot_runs(runs, "pie")
     (runs[0].run_dir / "partition.csv").unlink()
     with pytest.raises(ConfigError, match=r"partition.csv cannot be read"):
@@ -441,5 +444,5 @@ def test_what_python_code_can_get_wrong(study):
     for seed, accs in enumerate(gaps):
         rows = [{"round": i, **({"global/acc": acc} if acc else {})} for i, acc in enumerate(accs, 1)]
         write_run(study / "gaps" / str(seed), CONFIG | {"seed": seed}, rows)
-    with pytest.raises(ConfigError, match="y: global/acc has no value in a round that all runs of a group share"):
+    with pytest.raises(ConfigError, match=r"^y: global/acc "):
         plot_runs(open_runs(study / "gaps"))

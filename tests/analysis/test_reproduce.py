@@ -377,9 +377,9 @@ def test_a_cell_is_read_from_its_runs(here):
     assert cell("global/acc_last", "percent") == Cell(1, {0: 62.5}, set(), last10=50.0)
     assert cell("R_0.5") == Cell(1, {0: 7.0}, set())
     assert cell("R_0.9") == Cell(1, {0: 21.0}, {0})
-    assert cell("R_0.7") == Cell(
-        1, {}, set(), {0: "its run has no R_0.7; it has rounds, global/acc_last, R_0.5, R_0.9"}
-    )
+    missing = cell("R_0.7")
+    assert (missing.seeds, missing.values, missing.unreached) == (1, {}, set())
+    assert re.search("R_0.7.* rounds, global/acc_last, R_0.5, R_0.9", missing.failures[0])
     Path("run/metrics.csv").write_text("nonsense")
     damaged = cell("R_0.5")
     assert (damaged.values, damaged.failures[0].startswith("run: ")) == ({}, True)
@@ -400,7 +400,7 @@ def test_a_metric_in_percent_needs_a_suffix(here, metric):
     Path("table.yaml").write_text(TABLE.replace("global/acc_last", metric))
     with pytest.raises(ConfigError) as raised:
         read_table("table.yaml")
-    assert str(raised.value) == f"table.yaml: metric: {metric} has no suffix. Append one of _best, _last, _last10"
+    assert re.match(rf"table.yaml: metric: {metric} .*_best, _last, _last10", str(raised.value))
 
 
 def test_rank_correlations():
@@ -462,10 +462,9 @@ def test_claims_without_runs_cannot_be_judged(here):
     results = leave_runs("table.yaml", {})
     assert [(verdict.holds, verdict.difference) for verdict in results.verdicts] == [(None, None)] * 3
     assert claims_table(results.verdicts).rows == []
-    assert verdict_line(results.verdicts).startswith(
-        "Claims: 0 hold (0 with p < 0.05), 0 do not (0 with p < 0.05), 3 cannot be judged yet."
-    )
-    assert "t-test" not in verdict_line(results.verdicts)
+    line = verdict_line(results.verdicts)
+    assert re.findall(r"(\d) (?:hold|do|with|cannot)", line) == ["0", "0", "0", "0", "3"]
+    assert "t-test" not in line
     assert results.order("alpha 1") == (None, None, 0)
 
 
@@ -565,7 +564,7 @@ def test_significant_claims_are_counted(here):
     figures = {("alpha 0.1", "Uniform"): [0.5, 0.6], ("alpha 0.1", "FedSKC"): [0.6, 0.7001]}
     figures |= {("alpha 1", "Uniform"): [0.5, 0.6], ("alpha 1", "FedSKC"): [0.6, 0.7001]}
     line = verdict_line(leave_runs("table.yaml", figures).verdicts)
-    assert line.startswith("Claims: 2 hold (2 with p < 0.05), 1 do not (1 with p < 0.05), 0 cannot be judged yet.")
+    assert re.findall(r"(\d) (?:hold|do|with|cannot)", line) == ["2", "2", "1", "1", "0"]
 
 
 def test_csv_has_a_line_for_each_cell(here):

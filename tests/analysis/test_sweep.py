@@ -169,8 +169,8 @@ def continuous(name, low, high):
 @pytest.mark.parametrize(
     ("name", "low", "high"), [("uniform", -1, 3), ("log_uniform_values", 1e-5, 1.0), ("log_uniform", -3, 2)]
 )
-def test_random_numbers_follow_the_distribution(name, low, high):
-    drawn = draw_values({"distribution": name, "min": low, "max": high})
+def test_random_numbers_follow_the_distribution(tmp_path, name, low, high):
+    drawn = draw_values(tmp_path, {"distribution": name, "min": low, "max": high})
     expected = continuous(name, low, high)
     assert expected.support()[0] <= min(drawn)
     assert max(drawn) <= expected.support()[1]
@@ -179,15 +179,12 @@ def test_random_numbers_follow_the_distribution(name, low, high):
     assert stats.kstest(drawn, continuous(other, abs(low) if name == "uniform" else low, high).cdf).pvalue < 1e-6
 
 
-def draw_values(description, count=200):
-    """Return random values of one parameter, drawn without the database."""
-    sweep = parsed("random", {"k": description})
-    search = Search.__new__(Search)
-    search.sweep, search.seed = sweep, 5
-    search._study, search._direction = optuna.create_study(), "minimize"
-    search._distributions = {key: parameter.distribution for key, parameter in sweep.parameters.items()}
-    drawn = [sweep.command(search._propose(number))[-1] for number in range(count)]
-    return [yaml.safe_load(word.removeprefix("--k=")) for word in drawn] if "values" not in description else drawn
+def draw_values(folder, description, count=200):
+    """Return random values of one description, each drawn for a parameter of its own."""
+    sweep = parsed("random", {f"k{number}": description for number in range(count)})
+    (job,) = Search(sweep, folder, seed=5).jobs(1)
+    drawn = [word.partition("=")[2] for word in job.words if word.startswith("--k")]
+    return [yaml.safe_load(text) for text in drawn] if "values" not in description else drawn
 
 
 @pytest.mark.parametrize(
@@ -199,11 +196,11 @@ def draw_values(description, count=200):
         ({"distribution": "q_uniform", "min": 0, "max": 3}, [0, 1, 2, 3]),
         ({"distribution": "q_log_uniform_values", "min": 1, "max": 40, "q": 8}, [8, 16, 24, 32, 40]),
         ({"distribution": "q_log_uniform", "min": 0, "max": 1.5, "q": 0.5}, [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]),
-        ({"values": ["a", 2, 0.5]}, ["--k=a", "--k=2", "--k=0.5"]),
+        ({"values": ["a", 2, 0.5]}, ["a", "2", "0.5"]),
     ],
 )
-def test_discrete_distributions_draw_every_value_and_no_other(description, values):
-    drawn = draw_values(description)
+def test_discrete_distributions_draw_every_value_and_no_other(tmp_path, description, values):
+    drawn = draw_values(tmp_path, description)
     assert sorted(set(drawn), key=str) == sorted(values, key=str)
     assert {type(value) for value in drawn} == {type(value) for value in values}
 
@@ -595,7 +592,7 @@ def test_a_trial_is_run_with_each_seed_and_its_value_is_the_mean(tmp_path, monke
     assert run("sweep", "small.yaml").code == 0
     assert [line["state"] for line in read_trials(folder)] == ["complete"] * 3
     assert "--set: seed" not in (refused := run("sweep", "small.yaml", "--set", "seed=1")).err
-    assert "seeds: the parameters, the command or --set have seed, too" in refused.err
+    assert refused.err.startswith("fl-lightning: error: small.yaml: seeds: ")
 
 
 def by_seed(values):
@@ -714,7 +711,8 @@ def test_the_table_and_the_files_of_a_sweep(tmp_path, monkeypatch):
     assert refused.code == 2
     assert "runs/sweeps/small holds another study: command (fit --config" in refused.err
     assert "parameters.optimizer.lr.values ([1e+30, 0.5, 1e-05] -> [1e+30, 0.5])" in refused.err
-    assert refused.err.endswith(". Undo the change, or give another --out\n")
+    assert refused.err.count("\n") == 1
+    assert "--out" in refused.err
     assert contents(folder / "trials") == before
 
 
@@ -782,7 +780,7 @@ def test_a_damaged_file_of_trials_is_reported_and_not_changed(damage, swept):
     outcome = run("sweep", "small.yaml", "--count", "3")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert outcome.err.startswith("fl-lightning: error: runs/sweeps/small/trials.json: damaged (")
-    assert "). Restore it from a backup, or choose another folder with --out." in outcome.err
+    assert "--out" in outcome.err
     after = contents(swept)
     assert {name for name in before | after if before.get(name) != after.get(name)} <= {".owner"}
 
@@ -829,7 +827,6 @@ def test_a_sweep_with_a_full_disk_ends_and_can_continue(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     gc.collect()
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    assert outcome.err.endswith(". Fix this, then run the same command to continue.\n")
     assert run("sweep", "small.yaml").code == 0
 
 

@@ -97,7 +97,7 @@ def test_alies_z_is_defined_for_all_numbers_of_attackers():
 
 def test_alie_warns_once_if_z_is_0():
     attack, (honest, own) = ALIE(), updates(10, 2)
-    with pytest.warns(UserWarning, match="^adversary: with 10 uploads, 2 of them by attackers, z is 0"):
+    with pytest.warns(UserWarning, match="^adversary: .* 10 .* 2 .* z is 0"):
         np.testing.assert_allclose(crafted(attack, honest, own)[0], honest.mean(0), rtol=1e-12)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -314,7 +314,7 @@ def test_clients_with_other_shapes_are_attacked_apart():
 @pytest.mark.parametrize("received", [None, {}, {"w": torch.zeros(5)}])
 def test_an_attacker_that_uploads_no_received_weights_is_refused(received):
     uploads = [Upload(1, Message.pack({"model": {"w": torch.zeros(2)}}, n_samples=1), received)]
-    with pytest.raises(ConfigError, match=r"^adversary: SignFlip replaces weights, but client 1 uploads none"):
+    with pytest.raises(ConfigError, match=r"^adversary: SignFlip .* client 1 "):
         sent_by(SignFlip(), uploads)
 
 

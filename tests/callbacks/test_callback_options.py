@@ -14,7 +14,7 @@ import torch
 import wandb
 import yaml
 from commands import TINY, contents, run, tiny
-from experiments import client_series, digits, experiment, same_bytes
+from experiments import check_metric_names, client_series, digits, experiment, same_bytes
 from methods import FEW_QUICK, METHODS
 from torch import nn
 
@@ -35,7 +35,7 @@ from fl_lightning.callbacks import (
     UnitDivergence,
 )
 from fl_lightning.callbacks.figures import trained_model
-from fl_lightning.callbacks.monitor import is_among, round_metrics
+from fl_lightning.callbacks.monitor import round_metrics
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import IID, Digits, Dirichlet, Scenario, Table
 from fl_lightning.evaluation.evaluation import Evaluation
@@ -198,10 +198,7 @@ def refusals(one):
 def check_known_metrics(one):
     """Run an experiment, and compare the metrics of its rounds with those that were known beforehand."""
     one.fit()
-    clients = (client_series(one.run_dir, round) for round in range(1, one.round + 1))
-    known, logged = round_metrics(one), {name for row in (*one.csv.rows, *clients) for name in row} - {"round"}
-    assert {name for name in logged if not is_among(name, known)} == set()
-    assert {name for name in known if not any(is_among(each, [name]) for each in logged)} == set()
+    check_metric_names(one)
 
 
 @pytest.mark.thorough
@@ -326,7 +323,7 @@ def test_an_unknown_metric_is_refused_at_the_latest_after_the_first_round(tmp_pa
     with pytest.raises(ConfigError, match=r"metric 'scor' not found\. Available: client/train_loss, .*score, "):
         experiment(tmp_path / "a", callbacks=[EarlyStopping("scor"), Score()]).fit()
     assert (tmp_path / "a").exists()
-    with pytest.raises(ConfigError, match=r"metric 'scor' not found\. Did you mean score"):
+    with pytest.raises(ConfigError, match=r"'scor' .* score"):
         experiment(tmp_path / "b", callbacks=[EarlyStopping("scor"), DeclaredScore()]).fit()
     assert not (tmp_path / "b").exists()
 
@@ -356,9 +353,8 @@ def test_a_mode_in_the_wrong_direction_gives_a_warning(tmp_path, monitor, mode, 
     one = experiment(tmp_path, callbacks=[*watchers, Accuracy()])
     with pytest.warns(UserWarning, match="takes the worst") as messages:
         one.check()
-    assert [str(warning.message) for warning in messages] == [
-        f"callbacks: EarlyStopping.mode: {mode} takes the worst {monitor} as the best. Set mode: {right}."
-    ]
+    (message,) = messages
+    assert re.fullmatch(f"callbacks: EarlyStopping.mode: {mode} .*{monitor} .* mode: {right}.", str(message.message))
 
 
 def test_a_mode_that_contradicts_the_default_metric_is_kept_with_a_warning(tmp_path):
@@ -369,8 +365,8 @@ def test_a_mode_that_contradicts_the_default_metric_is_kept_with_a_warning(tmp_p
     one = experiment(tmp_path / "run", scenario=scenario, callbacks=watchers)
     with pytest.warns(UserWarning, match="takes the worst") as messages:
         one.check()
-    line = "callbacks: EarlyStopping.mode: max takes the worst global/loss as the best. Set mode: min."
-    assert [str(warning.message) for warning in messages] == [line]
+    (message,) = messages
+    assert re.fullmatch("callbacks: EarlyStopping.mode: max .*global/loss .* mode: min.", str(message.message))
     assert [(each.metric, each.mode) for each in watchers] == [("global/loss", "max"), ("global/loss", "min")]
     assert [each.watched(RoundMetrics({"global/loss": math.nan})) for each in watchers] == [-math.inf, math.inf]
 
@@ -510,7 +506,7 @@ def test_a_run_resumes_without_a_note_but_not_with_a_damaged_one(wandb_run, tmp_
     (folder / NOTE).unlink()
     code, _, err = run("fit", "--resume", folder, "--rounds", "2")
     assert code == 0
-    assert "run.json not found: a new W&B run begins" in err
+    assert "run.json not found" in err
 
 
 def test_a_note_of_another_run_is_refused(wandb_run, tmp_path):
@@ -520,7 +516,7 @@ def test_a_note_of_another_run_is_refused(wandb_run, tmp_path):
     note["of"][-1] = 7
     (folder / NOTE).write_text(add_checksum(note))
     line = refusal(["fit", "--resume", folder, "--rounds", "1", "--rounds", "2"], folder / "wandb")
-    assert "run.json belongs to another run, FedSKC Digits Dirichlet 7 and not FedSKC Digits Dirichlet 0" in line
+    assert all(fact in line for fact in ("run.json", "FedSKC Digits Dirichlet 7", "FedSKC Digits Dirichlet 0"))
 
 
 def test_links_in_place_of_wandbs_folder_are_refused(tmp_path):
@@ -561,7 +557,7 @@ def test_a_failed_start_of_wandb_leaves_no_file(tmp_path, monkeypatch):
     logger = WandbRoundLogger()
     with pytest.raises(ZeroDivisionError):
         logger.attach(tmp_path, {}, LABELS)
-    assert logger._experiment is None
+    assert wandb.run is None
     assert list(tmp_path.glob("wandb")) == []
 
 
@@ -583,7 +579,7 @@ def test_a_missing_api_key_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(*WANDB, "--logger.offline", "false")
     assert code == 2
-    assert err.startswith("fl-lightning: error: logger: No API key configured. Use `wandb login`")
+    assert err.startswith("fl-lightning: error: logger: No API key")
     assert err.count("\n") == 1
     assert not (tmp_path / "run" / "wandb").exists()
 

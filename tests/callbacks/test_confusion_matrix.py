@@ -131,7 +131,7 @@ def test_missing_test_samples_and_missing_classes_are_refused(tmp_path):
     run = experiment(tmp_path, PeerFedPer(), callbacks=[figure])
     run.check()
     run.data.shards = untested(run.data, range(run.clients))
-    with pytest.raises(ConfigError, match=r"no client has test samples\. Increase scenario\.local_test\.$"):
+    with pytest.raises(ConfigError, match=r"test samples.*scenario\.local_test"):
         figure.check(run)
     run.data.objective = Regression()
     with pytest.raises(ConfigError, match=r"^callbacks: ConfusionMatrix: .*classes"):

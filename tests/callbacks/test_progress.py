@@ -49,6 +49,14 @@ class Recorder:
         self.events.append("waiting")
 
 
+class ShownBars(Bars):
+    """Bars that the test can draw at once."""
+
+    def start(self):
+        ShownBars.latest = self
+        super().start()
+
+
 def fake_run(round=0, rounds=10):
     engine = SimpleNamespace(note="")
     return SimpleNamespace(round=round, rounds=rounds, engine=engine, is_over=False, callbacks=[])
@@ -57,6 +65,7 @@ def fake_run(round=0, rounds=10):
 def started(run, monkeypatch, **console):
     """Start a progress display on a console. Return the display, its clock and the output."""
     monkeypatch.setattr("fl_lightning.callbacks.progress.summarize_run", lambda run: ["method: FedAvg; sends model"])
+    monkeypatch.setattr("fl_lightning.callbacks.progress.Bars", ShownBars)
     screen = io.StringIO()
     progress = RoundProgress(Console(file=screen, **console))
     progress.clock = Clock()
@@ -303,9 +312,9 @@ def test_no_word_of_the_summary_is_broken_on_a_terminal(monkeypatch):
 # --- Bars ---
 
 
-def drawn(progress, screen):
+def drawn(screen):
     """Return the lines of the last drawing of the bars."""
-    progress._view.refresh()
+    ShownBars.latest.refresh()
     return [line.rstrip("\r") for line in screen.getvalue().rpartition("\x1b[2K")[2].split("\n")]
 
 
@@ -321,7 +330,7 @@ def test_progress_bars_fit_any_width_and_leave_the_last_line_empty(width, monkey
     progress.on_round_end(run, METRICS)
     progress.on_round_start(run, range(12))
     report_client()
-    rounds, clients, *note, below = lines = drawn(progress, screen)
+    rounds, clients, *note, below = lines = drawn(screen)
     left = ceil(60 / (1227 + 1 / 12) * (766 - 1 / 12))
     assert re.fullmatch(rf"rounds  [━╸╺ ]{{8,}}1234/2000 0:00:{left} *", rounds)
     assert re.fullmatch(r"clients [━╸╺ ]{8,}1/12 +", clients)
@@ -340,8 +349,8 @@ def test_a_bar_shows_the_steps_of_a_slow_client(monkeypatch):
     for seconds, done, shown in ((1.9, 3, False), (2.0, 4, True)):
         clock.now = 1000 + seconds
         report_steps(done, 40)
-        lines = drawn(progress, screen)
+        lines = drawn(screen)
         assert [bool(re.fullmatch(r"steps   [━╸╺ ]{8,}4/40 +", line)) for line in lines].count(True) == shown
     report_client()
-    assert not [line for line in drawn(progress, screen) if line.startswith("steps")]
+    assert not [line for line in drawn(screen) if line.startswith("steps")]
     progress.on_fit_end(run)

@@ -51,14 +51,6 @@ def finished(tmp_path_factory):
     return run_dir, tiny(run_dir, *words)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder that contains only tiny.yaml."""
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
-    return tmp_path
-
-
 def printed_config(capsys, *words):
     with pytest.raises(SystemExit) as end:
         cli.main(["fit", *words, "--print_config"])
@@ -588,7 +580,9 @@ def test_an_unexpected_error_is_one_line_and_debug_shows_the_traceback(here, mon
     words = broken(here, monkeypatch, r"ArithmeticError('of all\nthings')")
     code, _, err = run(*words)
     assert code == 1
-    assert err == "fl-lightning: error: ArithmeticError: of all things (broken.py, line 7); --debug shows where\n"
+    assert err.count("\n") == 1
+    assert err.startswith("fl-lightning: error: ArithmeticError: of all things (broken.py, line 7)")
+    assert "--debug" in err
     with pytest.raises(ArithmeticError, match="of all"):
         run(*words, "--debug")
 

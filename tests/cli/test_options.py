@@ -5,6 +5,7 @@ from argparse import SUPPRESS
 
 import pytest
 import torch
+from commands import arguments_of
 from jsonargparse import ArgumentParser
 from lightning.pytorch import loggers
 
@@ -17,15 +18,6 @@ from fl_lightning.cli.options import OPTIONS, TRAINER, command_parser, key_of, o
 from fl_lightning.cli.signatures import NO_DEFAULT, Parameter, parameters
 from fl_lightning.core.trainer_options import TRAINER_KEYS
 from fl_lightning.loggers import wandb as wandb_logger
-
-
-def arguments_of(parser):
-    """Return the arguments of a parser by key, without those that show a help text or stand for a group."""
-    found = {
-        one.dest: one for one in parser._actions if "help" not in one.dest.split(".") and one.help != "==SUPPRESS=="
-    }
-    groups = {key.rpartition(".")[0] for key in found}
-    return {key: one for key, one in found.items() if key not in groups and key != "print_shtab"}
 
 
 def plain(default):

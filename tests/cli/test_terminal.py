@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 import pytest
-from commands import TINY, run
+from commands import run
 
 import fl_lightning.cli.commands.list  # noqa: F401, replaced below
 from fl_lightning.core.errors import Interrupted
@@ -18,14 +18,6 @@ from fl_lightning.core.interrupt import Stopped
 from fl_lightning.core.terminal import CLEAR_LINE, print_to_stderr, show_status
 
 COMMAND = [sys.executable, "-m", "fl_lightning"]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder with a config."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
 
 
 def shell(words, **environment):

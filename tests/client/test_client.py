@@ -241,7 +241,7 @@ def test_a_backbone_without_parts_works_and_has_no_features():
 
 
 def test_two_terms_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="weight_norm, weight_norm: list each of them once"):
+    with pytest.raises(ConfigError, match="weight_norm, weight_norm: "):
         ClientModule(model(), [WeightNorm(1.0), WeightNorm(2.0)])
 
 
@@ -364,5 +364,5 @@ def test_an_optimizer_for_other_parameters_has_the_clients_options():
 
 
 def test_a_checkpoint_cannot_call_arbitrary_functions_as_objective():
-    with pytest.raises(ConfigError, match=r"^objective: .*os\.system is not allowed in a file"):
+    with pytest.raises(ConfigError, match=r"^objective: .*os\.system "):
         ClientModule(torch.nn.Linear(1, 1), objective={"class_path": "os.system", "init_args": {"command": "true"}})

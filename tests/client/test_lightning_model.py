@@ -274,9 +274,9 @@ def test_training_that_is_not_supported_is_refused_before_round_1(model, options
 
 def test_a_method_that_needs_features_or_a_head_asks_for_it_by_name(tmp_path):
     options = f"--model FromModule --model.module {__name__}.Classifier --model.head fc"
-    with pytest.raises(ConfigError, match=rf"^model: this method reads features, .* Did you mean {options}\?$"):
+    with pytest.raises(ConfigError, match=rf"^model: .* Did you mean {options}\?$"):
         own(Classifier, tmp_path, FedProto()).fit()
-    with pytest.raises(ConfigError, match=rf"^algorithm.personal: 'head' is no part .* has body, fc, .* {options}$"):
+    with pytest.raises(ConfigError, match=rf"^algorithm.personal: 'head' .* body, fc, .* {options}$"):
         own(Classifier, tmp_path, FedRep()).fit()
 
 
@@ -287,7 +287,7 @@ def test_a_method_with_parameters_of_its_own_needs_an_optimizer_in_the_config():
 
 def test_an_optimizer_in_the_config_replaces_that_of_the_module_with_a_warning(tmp_path):
     run = own(Classifier, tmp_path, optimizer=partial(torch.optim.SGD, lr=0.1), rounds=1)
-    with pytest.warns(UserWarning, match="Classifier's configure_optimizers is not used, because the config") as told:
+    with pytest.warns(UserWarning, match="Classifier's configure_optimizers ") as told:
         run.fit()
     assert len(told) == 1
     assert type(run.client_module(0).configure_optimizers()) is torch.optim.SGD

@@ -131,7 +131,7 @@ class ReadsOne(LossTerm):
 @pytest.mark.parametrize("term", [ReadsTargets, ReadsOne])
 def test_a_term_that_reads_targets_ends_in_one_line(tmp_path, term):
     run = experiment(tmp_path, FedAvg(loss_terms=[term()]), mixup=0.2)
-    with pytest.raises(Exception, match="mixup: a loss term reads the target of each sample"):
+    with pytest.raises(Exception, match="mixup: a loss term "):
         run.fit()
 
 

@@ -171,13 +171,15 @@ def test_the_option_overrides_the_presets_default(tmp_path):
 
 def test_the_copy_of_fedsiam_da_has_a_fresh_optimizer():
     backbone = MLP(in_shape=(4,), num_classes=3, head=Head(projection=6, prediction=5))
-    module = FedSiamDA().client_module(backbone, OPTIMIZERS["sgd"])
-    parameters = enumerate(backbone.parameters())
-    module.optimizer_state = {f"{i}/momentum_buffer": torch.ones_like(p) for i, p in parameters}
-    module.on_fit_start()
-    (copys,) = (term._optimizer for term in module.terms() if term.name == "siamese")
-    assert not copys.state
-    assert len(module.configure_optimizers().state) == len(list(backbone.parameters()))
+    momentum = {f"{i}/momentum_buffer": torch.ones_like(p) for i, p in enumerate(backbone.parameters())}
+    batch, losses = (torch.randn(8, 4), torch.arange(8) % 3), []
+    for state in ({}, momentum):
+        module = FedSiamDA().client_module(copy.deepcopy(backbone), OPTIMIZERS["sgd"])
+        module.optimizer_state = state
+        module.on_fit_start()
+        assert len(module.configure_optimizers().state) == len(state)
+        losses.append(module.losses(module.step(batch))["siamese"])  # that of the copy after its first step
+    assert torch.equal(*losses)
 
 
 # --- Interrupted runs ---
@@ -301,7 +303,7 @@ def test_optimizer_state_is_an_option_that_a_resume_cannot_change(tmp_path):
     assert losses[0][1] != losses[1][1]
     code, _, err = run("fit", "--resume", tmp_path / "kept", "--rounds", "4", "--optimizer_state", "fresh")
     assert code == 2
-    assert "the config differs from the run's: optimizer_state (kept -> fresh)" in err
+    assert "optimizer_state (kept -> fresh)" in err
     assert run("fit", "--resume", tmp_path / "kept", "--rounds", "4").code == 0
     whole = tiny(tmp_path / "whole", *MOMENTUM, "--optimizer_state", "kept", "--rounds", "4")
     assert whole.code == 0

@@ -5,7 +5,17 @@ import json
 import pytest
 import torch
 from compressors import name_of
-from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, record_rounds, same_bytes, untimed
+from experiments import (
+    ONE_EPOCH,
+    NormMLP,
+    digits,
+    experiment,
+    finished,
+    in_two_parts,
+    record_rounds,
+    same_bytes,
+    untimed,
+)
 from methods import METHODS, assert_same_run
 from torch import nn
 
@@ -99,11 +109,7 @@ def test_residuals_are_client_state_only_with_feedback(tmp_path):
 @pytest.mark.parametrize("compressor", [TopK(keep=0.1), RandomK(keep=0.1), QSGD(levels=3)], ids=name_of)
 def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, compressor, store):
     options = {"trainer": ONE_EPOCH, "compression": compressor, "download_compression": QSGD(), "client_store": store}
-    whole = finished(tmp_path / "whole", rounds=4, **options)
-    finished(tmp_path / "parts", rounds=2, **options)
-    rest = experiment(tmp_path / "parts", rounds=4, **options)
-    rest.fit(resume=True)
-    assert_same_run(whole, rest)
+    assert_same_run(*in_two_parts(tmp_path, FedAvg, 2, rounds=4, **options))
 
 
 @pytest.mark.thorough

@@ -99,7 +99,8 @@ def test_every_command_refuses_duplicate_keys(here):
     ):
         code, _, err = run(*words)
         assert code == 2
-        assert "twice.yaml is no readable YAML: line 2: FedProx: given on line 1 already" in err
+        assert "twice.yaml" in err
+        assert "line 2: FedProx: given on line 1" in err
 
 
 @pytest.mark.parametrize("words", [["--trainer", "part.yaml"], ["--callbacks", "[{class_path: A, class_path: B}]"]])

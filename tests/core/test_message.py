@@ -79,13 +79,13 @@ def test_plus_adds_sections_and_leaves_the_original_alone() -> None:
 
 @pytest.mark.parametrize("value", [np.zeros(3), [1.0], 1.0, None, "w"])
 def test_only_tensors_travel_as_tensors(value: object) -> None:
-    with pytest.raises(TypeError, match=r"Message.tensors\['model/w'\] is a \w+, not a tensor"):
+    with pytest.raises(TypeError, match=r"Message.tensors\['model/w'\] is a \w+"):
         Message({"model/w": value})
 
 
 @pytest.mark.parametrize("value", [True, np.float64(1), np.int64(1), torch.ones(()), "1", None, 1j])
 def test_only_plain_numbers_travel_as_numbers(value: object) -> None:
-    with pytest.raises(TypeError, match=r"Message.numbers\['loss'\] is a \w+, not a plain int or float"):
+    with pytest.raises(TypeError, match=r"Message.numbers\['loss'\] is a \w+"):
         Message(numbers={"loss": value})
 
 

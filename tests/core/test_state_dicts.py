@@ -166,7 +166,7 @@ def test_zero_weight_adds_nothing() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan")])
 def test_a_negative_weight_and_nan_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=f"weight {weight} of a mean is negative or NaN"):
+    with pytest.raises(ValueError, match=f"weight {weight} "):
         RunningMean().add({"w": torch.tensor(5.0)}, weight)
 
 

@@ -1,17 +1,19 @@
 """A run leaves nothing in the system's temporary folder, even if it is killed."""
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from commands import TINY
 
-from fl_lightning.core import temporary_folders
 from fl_lightning.core.temporary_folders import temporary_files
 
 PLAIN = ["--logger", "null"]
@@ -77,18 +79,24 @@ def test_the_usual_temporary_folder_is_restored(here, monkeypatch):
     assert (tempfile.gettempdir(), os.environ["TMPDIR"]) == (str(here), "mine")
 
 
+def first_use() -> Callable[..., AbstractContextManager[None]]:
+    """Return `temporary_files` of a new copy of its module, which has no folder yet."""
+    spec = importlib.util.find_spec(temporary_files.__module__)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.temporary_files
+
+
 def test_a_long_path_falls_back_to_the_usual_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(temporary_folders, "_folder", temporary_folders._folder.__wrapped__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 60)))
-    with temporary_files():
+    with first_use()():
         assert tempfile.gettempdir() == str(tmp_path / ("x" * 60))
 
 
 def test_without_a_shell_the_usual_folder_is_used(tmp_path, monkeypatch):
-    def fails() -> str:
-        raise FileNotFoundError("sh")
-
-    monkeypatch.setattr(temporary_folders, "_folder", fails)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary_files(of_programs=True):
+    with first_use()(of_programs=True):
         assert tempfile.gettempdir() == str(tmp_path)

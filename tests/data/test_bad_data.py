@@ -34,6 +34,7 @@ from PIL import Image
 from refusals import (
     NO_FILES,
     ONE_ROUND,
+    Trap,
     check_refused,
     check_refused_command,
     empty,
@@ -358,14 +359,6 @@ def test_a_length_beyond_the_memory_is_refused_by_its_key(tmp_path: Path) -> Non
 
 
 # --- Files cannot execute code ---
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_no_file_in_a_data_folder_can_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def test_the_interval_is_the_95_percent_interval_of_a_mean() -> None:
 
 
 def test_a_test_set_too_small_for_an_episode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the test set has 4 classes, the smallest with 30 samples"):
+    with pytest.raises(ConfigError, match=r"4 classes, .* 30 samples"):
         episode_scores(*blobs(4, 30, 1.0), FewShot())
     with pytest.raises(ConfigError, match="the smallest with 5 samples"):
         episode_scores(*blobs(6, 5, 1.0), FewShot())

@@ -101,7 +101,7 @@ def test_what_does_not_say_which_data_is_refused(options, message):
 
 def test_a_loader_is_answered_with_its_dataset():
     train, test = pair()
-    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.clients\[0\]\[1\]: it is a DataLoader. Give its data"):
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.clients\[0\]\[1\]: .*DataLoader"):
         TorchDataset(clients=[(train, DataLoader(test))]).checked()
 
 
@@ -112,7 +112,7 @@ def test_clients_of_different_shapes_or_classes_are_refused():
         TorchDataset(clients=[(small, small), (large, small)]).checked()
     small.classes, other = ["a", "b"], TensorDataset(x[:9], y[:9])
     other.classes = ["b", "a"]
-    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.clients\[1\]\[0\]: its classes are unlike"):
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.clients\[1\]\[0\]: .*classes"):
         TorchDataset(clients=[(small, small), (other, small)]).checked()
 
 
@@ -263,7 +263,7 @@ def test_views_concatenation_and_pickles_read_nothing():
     assert train.read == []
     again = pickle.loads(pickle.dumps(both))
     assert torch.equal(again.read(torch.tensor([11, 0])), train.x[[3, 10]])
-    with pytest.raises(TypeError, match="does not take samples that are read on demand"):
+    with pytest.raises(TypeError, match="on demand"):
         torch.stack([samples])
 
 
@@ -285,5 +285,5 @@ def test_the_digest_sees_the_number_and_the_probed_samples():
 
 def test_stacked_clients_refuse_random_transforms(tmp_path):
     run = run_of(tmp_path, TorchDataset(*pair(noise=0.1), lazy=True), engine=StackedEngine())
-    with pytest.raises(ConfigError, match=r"^engine: StackedEngine cannot stack lazily read samples with random"):
+    with pytest.raises(ConfigError, match=r"^engine: StackedEngine .* random"):
         run.check()

@@ -495,7 +495,7 @@ def test_a_run_does_not_resume_with_another_partition(here: Path) -> None:
     Path("split.json").write_text(json.dumps(lists))
     code, _, err = run("fit", "--resume", "run", "--rounds=2")
     assert code == 2
-    assert "scenario.partition: changed since the run began: partition." in err
+    assert "scenario.partition: changed" in err
 
 
 def test_client_names_are_in_partition_csv_and_printed(here: Path) -> None:

@@ -93,7 +93,7 @@ def test_images_of_a_batch_draw_their_own_numbers(name):
 
 @pytest.mark.parametrize("augment", [v2.RandomCrop(6), v2.Grayscale(), v2.Normalize([0.5], [0.5]), nn.Softmax(0)])
 def test_a_transform_that_does_not_fit_the_images_is_refused(augment):
-    with pytest.raises(ConfigError, match=r"^scenario\.dataset: Images: augment failed on a batch of inputs"):
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset: Images: augment "):
         Images(augment).checked()
 
 

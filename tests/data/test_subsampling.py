@@ -71,19 +71,13 @@ def test_the_kept_samples_depend_on_the_seed_and_not_on_the_partition(arrays: Ar
     assert torch.equal(first, built(arrays, 20, partition=Dirichlet(0.5)).data.x_train)
 
 
-def test_a_class_with_fewer_samples_keeps_all(tmp_path) -> None:
-    y = np.repeat([0, 1, 2], [100, 5, 50])
-    np.savez(tmp_path / "a.npz", x_train=np.zeros((155, 1)), y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
-    data = built(Arrays(str(tmp_path / "a.npz")), 4).data
-    assert torch.bincount(data.y_train).tolist() == [100, 5, 25]
-
-
-def test_the_tail_falls_from_the_size_of_the_largest_class(tmp_path) -> None:
+@pytest.mark.parametrize(("sizes", "kept"), [([100, 5, 50], [100, 5, 25]), ([60, 100, 100], [60, 50, 25])])
+def test_the_tail_falls_from_the_largest_class_and_small_classes_keep_all(tmp_path, sizes, kept) -> None:
     """Cao et al.: `n_max ρ^(-j / (C - 1))`, whichever class has most samples."""
-    y = np.repeat([0, 1, 2], [60, 100, 100])
-    np.savez(tmp_path / "a.npz", x_train=np.zeros((260, 1)), y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
+    x, y = np.zeros((sum(sizes), 1)), np.repeat([0, 1, 2], sizes)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=np.zeros((3, 1)), y_test=np.arange(3))
     data = built(Arrays(str(tmp_path / "a.npz")), 4).data
-    assert torch.bincount(data.y_train).tolist() == [60, 50, 25]
+    assert torch.bincount(data.y_train).tolist() == kept
 
 
 def test_a_tail_with_empty_classes_is_refused(arrays: Arrays) -> None:

@@ -92,7 +92,8 @@ def test_an_exported_network_is_as_accurate_on_raw_rows_as_the_run(suffix, name,
     outcome = run("export", name, "-o", path)
     assert outcome.code == 0, outcome.err
     if suffix in (".onnx", ".ts"):
-        assert "it takes raw rows (the schema is in the file), float64 (batch, 4), and gives" in outcome.out
+        assert "it takes raw rows" in outcome.out
+        assert "float64 (batch, 4)" in outcome.out
     schema = TableSchema.from_json(Path(name, "schema.json").read_text())
     frame = pd.read_csv("test.csv")
     with torch.no_grad():

@@ -81,7 +81,7 @@ def test_a_tuned_run_says_on_what_it_is_tested_and_can_be_tested_on_the_test_set
     monkeypatch.chdir(tmp_path)
     options = ("--config", "digits_fedper", "--rounds", "2", "--logger", "null", "--scenario.validation_share", "0.2")
     fit = run("fit", *options, "--run_dir", "run")
-    assert "training samples each; tested on validation samples" in fit.out
+    assert "tested on validation samples" in fit.out
     fitted, again, tested = (
         " ".join(each.out.split()) for each in (fit, run("test", "run"), run("test", "run", "--test_set"))
     )

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from commands import TINY, run, tiny
+from commands import run, tiny
 from experiments import NormMLP, client_series, digits, experiment, in_float64, same_bytes, untimed, weights_after
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, WeightAveraging
@@ -54,13 +54,20 @@ class Leaves(Callback):
         self.box, self.count = box, 0
 
     def on_fit_start(self, trainer, module):
-        found = self.count + len(self.box) + len(module.backbone._forward_hooks)
-        found += hasattr(module, "left") + hasattr(trainer, "left")
+        found = self.count + len(self.box) + hasattr(module, "left") + hasattr(trainer, "left")
         trainer.logger.log_metrics({"found": found})
         self.count += 1
         self.box.append(1)
         module.left = trainer.left = True
-        module.backbone.register_forward_hook(lambda *given: None)
+        Leaves.forwards = self.batches = 0
+        module.backbone.head.register_forward_hook(self.hook)
+
+    def hook(self, *given):
+        Leaves.forwards += 1
+
+    def on_train_batch_end(self, trainer, *given):
+        self.batches += 1
+        trainer.logger.log_metrics({"hooks": Leaves.forwards / self.batches})
 
 
 class Watches(Callback):
@@ -177,7 +184,8 @@ def test_nothing_that_a_fit_leaves_behind_reaches_the_next(tmp_path):
     run = experiment(tmp_path, rounds=2, client_callbacks=[given])
     run.fit()
     found = [value for n in (1, 2) for key, value in client_series(tmp_path, n).items() if key.endswith("/found")]
-    assert found == [0.0] * 8
+    hooks = [value for n in (1, 2) for key, value in client_series(tmp_path, n).items() if key.endswith("/hooks")]
+    assert (found, hooks) == ([0.0] * 8, [1.0] * 8)
     assert (box, given.count) == ([], 0)
 
 
@@ -268,7 +276,7 @@ def test_averaged_weights_are_refused_by_methods_that_compute_gradients_from_the
 
 
 def test_a_fit_that_takes_no_step_is_the_clients_failure(tmp_path):
-    with pytest.raises(ClientFailure, match="client 0, round 1: the fit was over before its first step"):
+    with pytest.raises(ClientFailure, match=r"client 0, round 1: .* first step"):
         one_client(tmp_path, Ends()).fit()
 
 
@@ -348,13 +356,6 @@ def test_another_callback_may_log_what_is_watched(tmp_path):
 # --- On the command line ---
 
 FIT = ["fit", "--config", "tiny.yaml", "--rounds", "1", "--run_dir", "run"]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
 
 
 @pytest.mark.thorough

@@ -129,12 +129,12 @@ class Momentous(torch.optim.SGD):
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr=lr, momentum=0.9)
-        assert not any(hasattr(p, "_held") for group in self.param_groups for p in group["params"])
+        assert not any(hasattr(p, "held") for group in self.param_groups for p in group["params"])
 
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter._held = torch.ones(1)
+                parameter.held = torch.ones(1)
         return super().step(closure)
 
 

@@ -247,7 +247,7 @@ def test_episodes_are_not_sampled(tmp_path):
         return data
 
     run.scenario.build = with_episodes
-    with pytest.raises(ConfigError, match="but the dataset has batches of its own"):
+    with pytest.raises(ConfigError, match="batches of its own"):
         run.check()
     assert LoadedData.cut is not FewShot().cut
 

@@ -231,7 +231,7 @@ def test_ifca_and_perfedavg_average_over_all_tokens_of_a_client() -> None:
 
 
 def test_a_method_that_compares_feature_vectors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="model: ModelContrast compares feature vectors"):
+    with pytest.raises(Exception, match="model: ModelContrast "):
         language_run(tmp_path, MOON()).fit()
 
 

@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from experiments import ONE_EPOCH, NormMLP, digits, experiment, finished, in_float64, local_batches, same_bytes, untimed
+from experiments import (
+    ONE_EPOCH,
+    NormMLP,
+    digits,
+    experiment,
+    finished,
+    in_float64,
+    in_two_parts,
+    local_batches,
+    same_bytes,
+    untimed,
+)
 from methods import METHODS, elements
 from torch.nn.functional import cross_entropy
 
@@ -267,11 +278,7 @@ def test_every_engine_gives_the_same_metrics(tmp_path: Path, engine: Any) -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", [pytest.param(Ditto, marks=pytest.mark.thorough), partial(UAPDFL, n_com=2)])
 def test_a_resumed_run_gives_the_same_metrics(tmp_path: Path, algorithm: Any) -> None:
-    options = {"scenario": HELD_OUT, "trainer": ONE_EPOCH}
-    whole = finished(tmp_path / "whole", algorithm(), **options)
-    finished(tmp_path / "rest", algorithm(), **options, rounds=2)
-    rest = experiment(tmp_path / "rest", algorithm(), **options)
-    rest.fit(resume=True)
+    whole, rest = in_two_parts(tmp_path, algorithm, 2, scenario=HELD_OUT, trainer=ONE_EPOCH)
     assert untimed(rest.csv.rows) == untimed(whole.csv.rows)
     assert new_client_row(rest.csv.rows[-1])
 

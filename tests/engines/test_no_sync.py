@@ -5,7 +5,7 @@ they are found on the CPU, by the operations themselves. Copies from one device 
 none.
 """
 
-import sys
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ HERE = ("__torch_dispatch__", "__torch_function__", "note")
 
 def caller() -> str:
     """The function that called torch, be it through Lightning."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe().f_back.f_back
     while frame.f_back and (frame.f_code.co_filename.startswith(TORCH) or frame.f_code.co_name in HERE):
         frame = frame.f_back
     owner = frame.f_locals.get("self")

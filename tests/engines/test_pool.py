@@ -173,6 +173,8 @@ class LocalWorker(PoolWorker):
 
     def answer(self):
         request = self.inbox.popleft()
+        if self.overdue:
+            raise WorkerLost("killed")
         if not request.block:
             if self.pool.lost_at_start:
                 self.pool.lost_at_start -= 1
@@ -240,14 +242,20 @@ def started(tmp_path, engine, **options):
     return run, [run.server.task(1, k, d) for k, d in zip(clients, run.server.downloads(1, clients), strict=True)]
 
 
+class SilentPool(LocalPool):
+    def _wait(self, seconds):
+        return []
+
+
+def interrupt():
+    raise Interrupted(2, "stopped")
+
+
 def test_a_signal_ends_the_wait_for_workers_that_do_not_answer(tmp_path):
-    engine = LocalPool(1)
+    engine = SilentPool(1)
     run, tasks = started(tmp_path, engine)
 
-    def interrupt():
-        raise Interrupted(2, "stopped")
-
-    engine.check_interrupt, engine._wait = interrupt, lambda seconds: []
+    engine.check_interrupt = interrupt
     with pytest.raises(Interrupted):
         run_tasks(engine, run.worker, tasks)
     with pytest.raises(Interrupted):
@@ -520,11 +528,6 @@ class HangingPool(LocalPool):
         self.clock.now += seconds
         return []
 
-    def _receive(self, pool_worker, shown):
-        if pool_worker.overdue:
-            self.lost_at.append(pool_worker.tasks[0].client)
-        return super()._receive(pool_worker, shown)
-
 
 @pytest.mark.parametrize(("retries", "words"), [(0, "its worker process died"), (1, "2 worker processes died")])
 def test_a_client_over_the_time_limit_is_tried_again_and_then_dropped(tmp_path, monkeypatch, retries, words):
@@ -546,32 +549,71 @@ def test_a_client_over_the_time_limit_is_tried_again_and_then_dropped(tmp_path, 
     assert same_bytes(left.state["model"], run.state["model"])  # of those who came
 
 
-def test_the_clock_starts_with_the_first_request_and_again_with_each_answer(tmp_path, monkeypatch):
-    clock = Clock(monkeypatch)
-    engine = LocalPool(1, timeout=5.0)
+class SlowPool(LocalPool):
+    """One worker, which takes some time to start and for each client, on a simulated clock."""
+
+    def __init__(self, clock, starting, working, **options):
+        super().__init__(1, **options)
+        self.clock, self.starting, self.working, self.request, self.end = clock, starting, working, None, 0.0
+
+    def _wait(self, seconds):
+        (worker,) = self.pool_workers
+        if worker.overdue:
+            return [worker]
+        if worker.inbox[0] is not self.request:
+            self.request, taken = worker.inbox[0], self.working if worker.ready else self.starting
+            self.end = self.clock.now + taken
+        self.clock.now = min(self.end, self.clock.now + seconds)
+        return [worker] if self.clock.now == self.end else []
+
+
+@pytest.mark.parametrize(
+    ("starting", "limit", "working", "times"),
+    [
+        (1000.0, math.inf, 4.0, [1012, 1116]),  # workers start as soon as they can
+        (59.0, 60.0, 4.0, [71, 175]),
+        (4.0, 2.0, 4.0, [16, 120]),  # the time limit of a client is larger
+        (1.0, 60.0, 6.0, [18, 124]),  # each client exceeds it, and another worker starts
+    ],
+)
+def test_the_time_limit_is_that_of_each_request(tmp_path, monkeypatch, starting, limit, working, times):
+    """Between two rounds, a worker has nothing to do."""
+    engine = SlowPool(Clock(monkeypatch), starting, working, timeout=5.0, retries=0)
+    engine.start_seconds = limit
     run, tasks = started(tmp_path, engine)
-    engine._load(run.worker)
-    clock.now = 100.0
-    engine.start_workers(1)
-    (worker,) = engine.pool_workers
-    assert engine._deadline(worker) == math.inf  # workers start as soon as they can
+    for chosen, end in zip((tasks[:3], tasks[3:4]), times, strict=True):
+        results = run_tasks(engine, run.worker, chosen)
+        assert [bool(result.failure) for result in results] == [working > 5] * len(chosen)
+        assert engine.clock.now == end
+        engine.clock.now += 100
+
+
+def test_workers_that_do_not_start_within_their_limit_end_the_run(tmp_path, monkeypatch):
+    engine = SlowPool(Clock(monkeypatch), 61.0, 4.0, timeout=5.0)
     engine.start_seconds = 60.0
-    assert engine._deadline(worker) == 160
-    clock.now = 103.0
-    engine._receive(worker, set())
-    assert engine._deadline(worker) == math.inf  # nothing to do
-    clock.now = 110.0
-    store, window = (
-        SharedTensorStore(lambda serialized: serialized.parts),
-        ResultWindow(ClientOrder(range(6), None), 1e9, 2),
-    )
-    engine.assign(tasks[:2], store, lambda one: 1, window)
-    clock.now = 112.0
-    assert engine._deadline(worker) == 115
-    engine._receive(worker, set())
-    assert engine._deadline(worker) == 117
-    engine._receive(worker, set())
-    assert engine._deadline(worker) == math.inf
+    run, tasks = started(tmp_path, engine)
+    with pytest.raises(WorkerLost):
+        run_tasks(engine, run.worker, tasks)
+    assert engine.clock.now == 180
+
+
+def test_a_slow_client_among_slow_clients_is_reported_late(tmp_path, monkeypatch, capsys):
+    """A client that takes 100 s is reported after a minute, the next one after five times as long as the first."""
+    engine = SlowPool(Clock(monkeypatch), 0.0, 100.0)
+    run, tasks = started(tmp_path, engine)
+    run_tasks(engine, run.worker, tasks[:2])
+
+    def end_after_some_minutes():
+        if engine.clock.now > 900:
+            interrupt()
+
+    engine.working, engine.check_interrupt = math.inf, end_after_some_minutes
+    with pytest.raises(Interrupted):
+        run_tasks(engine, run.worker, tasks[2:3])
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"client {client}," in line for client, line in zip((engine.order[0], 2), lines, strict=True)] == [True] * 2
+    assert " 60 s" in lines[0]
+    assert " 500 s" in lines[1]
 
 
 def test_a_worker_that_does_not_answer_is_reported_with_its_client(tmp_path, monkeypatch, capsys):
@@ -644,9 +686,6 @@ def test_a_message_about_steps_does_not_delay_ctrl_c(tmp_path, monkeypatch):
     run, tasks = started(tmp_path, engine)
     engine.start(run.worker)
 
-    def interrupt():
-        raise Interrupted(2, "stopped")
-
     engine.check_interrupt = interrupt
     with pytest.raises(Interrupted):
         run_tasks(engine, run.worker, tasks)
@@ -662,14 +701,6 @@ def test_the_steps_of_short_clients_are_not_sent(monkeypatch):
             sender.on_steps(done, 5, 1)
             now[0] += seconds
     assert sent == [Steps(5, 5), *(Steps(done, 5) for done in range(2, 6))]
-
-
-def test_a_slow_client_among_slow_clients_is_not_reported(monkeypatch):
-    clock, worker = Clock(monkeypatch), LocalWorker(None)
-    engine = LocalPool(1)
-    engine._longest, worker.pending = 100.0, 1
-    engine._restart_clock(worker)
-    assert worker.report_at == clock.now + 500
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"held_megabytes": -1}])

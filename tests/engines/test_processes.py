@@ -475,17 +475,20 @@ def test_workers_are_distributed_over_gpus(monkeypatch, arguments, trainer, size
     engine = ProcessesEngine(**arguments)
     monkeypatch.setattr("fl_lightning.engines.processes.Process", Placed)
     assert engine.size(on_gpus(monkeypatch, 3, trainer)) == size
-    for _ in range(size):
-        engine.pool_workers.append(engine._start_worker())
+    engine.start_workers(size)
     assert [one.device for one in engine.pool_workers] == devices
     engine.pool_workers.pop(0)  # who takes a lost one's place takes its GPU
-    assert engine._start_worker().device == devices[0]
+    engine.start_workers(size)
+    assert engine.pool_workers[-1].device == devices[0]
     engine.pool_workers.clear()
 
 
 class Placed:
     def __init__(self, context, threads, device):
-        self.device = device
+        self.device, self.pending = device, 0
+
+    def send(self, handle, blocks):
+        """It would be sent to the process."""
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):

@@ -1,12 +1,14 @@
 """Waiting for a Ray cluster: what is printed, signals, and addresses where nothing answers. Does not need Ray."""
 
 import itertools
+import re
 import socket
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from running import free_port
 
 from fl_lightning.core.errors import ConfigError, Interrupted
 from fl_lightning.engines import RayEngine, ray_actor, ray_connection
@@ -55,10 +57,9 @@ def test_what_is_waited_for_is_printed_every_few_seconds(monkeypatch, capsys):
     engine = waiting(monkeypatch, Cluster(polls=48))
     (actor,) = engine.wait_for_answers()
     assert actor is engine.pool_workers[0]
-    assert (
-        capsys.readouterr().err.splitlines()
-        == ["engine: 0 of 1 workers have started. Each needs 1 CPU; 0 of 2 CPUs are free."] * 2
-    )
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert re.match("engine: 0 of 1 workers .* 1 CPU; 0 of 2 CPUs", first)
 
 
 def test_gpus_and_fractions_are_printed(monkeypatch, capsys):
@@ -88,25 +89,18 @@ def test_a_signal_ends_the_wait(monkeypatch):
         engine.wait_for_answers()
 
 
-@pytest.fixture
-def closed_port():
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
-
-
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "localhost:{}", "ray://localhost:{}/"])
-def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch, closed_port, form):
+def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch, form):
     initialised = []
     package = SimpleNamespace(is_initialized=lambda: False, init=lambda *_, **__: initialised.append(1))
     monkeypatch.setattr(ray_engine, "import_ray", lambda: package)
     with pytest.raises(ConfigError, match=r"^engine.address: "):
-        RayEngine(address=form.format(closed_port)).connect()
+        RayEngine(address=form.format(free_port())).connect()
     assert not initialised  # Ray would wait for minutes
 
 
-def test_the_address_of_the_environment_is_named(monkeypatch, closed_port):
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
+def test_the_address_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS: "):
         check_address(None)
 

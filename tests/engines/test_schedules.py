@@ -249,7 +249,7 @@ def test_a_schedule_over_rounds_that_does_not_fit_is_refused(options, message):
 def test_a_schedule_that_is_made_for_the_run_does_not_warn():
     schedule = partial(CosineAnnealingLR, T_max=6)
     short(lr_scheduler=schedule, lr_scheduler_rounds=3).check()
-    with pytest.warns(UserWarning, match="T_max of CosineAnnealingLR is 6, but 4 fits of a client have 8 epoch"):
+    with pytest.warns(UserWarning, match="T_max of CosineAnnealingLR is 6.* 8 epoch"):
         short(lr_scheduler=schedule, lr_scheduler_rounds=4).check()
 
 

@@ -160,7 +160,7 @@ class Replacing(LossTerm):
 
 def test_a_replaced_parameter_is_not_stacked(tmp_path):
     trainer = DOUBLE | {"max_epochs": 2}
-    with pytest.warns(UserWarning, match="one after another: a hook puts something else in the place of 'head.bias'"):
+    with pytest.warns(UserWarning, match="'head.bias'"):
         compare(tmp_path, FedAvg(loss_terms=[Replacing()]), trainer=trainer)
 
 
@@ -357,7 +357,7 @@ def test_a_client_with_too_few_samples_fails_alone(tmp_path):
     scenario = Scenario(Arrays(str(tmp_path / "data.npz")), Sizes(), 3, local_test=0.0)
     options = {"scenario": scenario, "model": NormMLP, "clients_per_round": None, "rounds": 1}
     run = experiment(tmp_path / "run", engine=StackedEngine(), on_client_failure="drop", **options)
-    with pytest.warns(UserWarning, match=r"client 1, round 1: 1 training sample\(s\) make no batch .*; dropped"):
+    with pytest.warns(UserWarning, match=r"client 1, round 1: 1 training sample.*; dropped"):
         run.fit()
     assert run.csv.rows[0]["client/failed"] == 1
 

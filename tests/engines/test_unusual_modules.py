@@ -216,8 +216,6 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name():
 
 
 def test_probabilities_are_warned_of_once():
-    with pytest.warns(
-        UserWarning, match=r"^model: forward returned numbers that sum to 1, .* Return the logits"
-    ) as seen:
+    with pytest.warns(UserWarning, match=r"^model: .* logits") as seen:
         experiment(None, model=Probabilities).load()
     assert len(seen) == 1

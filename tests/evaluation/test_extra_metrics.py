@@ -492,9 +492,9 @@ def test_metrics_of_a_run_on_two_classes_are_those_of_the_positive_class(tmp_pat
 
 
 def test_a_positive_class_other_than_0_or_1_or_of_more_than_two_classes_is_refused():
-    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: must be 0 or 1 \(2\)"):
+    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: .*0 or 1 \(2\)"):
         Evaluation(positive_class=2)
-    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: only two-class tasks have one \(0\)"):
+    with pytest.raises(ConfigError, match=r"^evaluation.positive_class: .*\(0\)"):
         measures_of([], Classification(), 10, 0)
 
 

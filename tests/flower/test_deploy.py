@@ -25,7 +25,7 @@ CONFIG = ("--config", "digits_fedavg.yaml", "--scenario.clients", "3", "--logger
 def test_deploy_writes_an_app_and_the_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = run("deploy", *CONFIG, "--test", "parts/test")
-    assert "error: --test: parts/test is neither a folder of arrays nor an .npz file. `fl-light" in refused.err
+    assert "error: --test: parts/test " in refused.err
     (tmp_path / "parts" / "test").mkdir(parents=True)
     done = run("deploy", *CONFIG, "--test", "parts/test")
     assert done.code == 0
@@ -40,7 +40,7 @@ def test_deploy_writes_an_app_and_the_commands(tmp_path, monkeypatch):
     compile((tmp_path / "app" / "server_app.py").read_text(), "server_app.py", "exec")
     again = run("deploy", *CONFIG)
     assert again.code == 2
-    assert "error: --out: app exists already. Choose another name." in again.err
+    assert "error: --out: app exists already" in again.err
 
 
 def test_deploy_keeps_the_options_of_the_engine(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Checks of what a client's machine sends. They run without Flower."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -253,11 +254,11 @@ def test_another_version_of_the_package_is_refused_and_another_torch_is_warned_o
     assert check_versions(installed_versions()) == ""
     assert check_versions(installed_versions() | {"torch": f"{torch.__version__.partition('+')[0]}+cu999"}) == ""
     warning = check_versions(installed_versions() | {"torch": "2.1.0"})
-    assert warning.startswith(f"it has torch 2.1.0, but the server has {torch.__version__}. Install the same version")
-    with pytest.raises(BadMessage, match=f"it has fl-lightning 0.0.1, but the server has {__version__}. Install"):
+    assert re.search(f"torch 2.1.0, .*{re.escape(torch.__version__)}", warning)
+    with pytest.raises(BadMessage, match=f"fl-lightning 0.0.1, .*{__version__}"):
         check_versions(installed_versions() | {"fl_lightning": "0.0.1"})
     for old in ({}, {"fl_lightning": 1}):
-        with pytest.raises(BadMessage, match="it has an older fl-lightning than the server"):
+        with pytest.raises(BadMessage, match="older fl-lightning"):
             check_versions(old)
 
 
@@ -273,16 +274,16 @@ def test_clients_with_other_classes_are_refused_by_name():
     message = r"^client 1: .*client 0: classes malignant, normal instead of benign, malignant. List the classes"
     with pytest.raises(ConfigError, match=message):
         check_same_form([one, other])
-    with pytest.raises(ConfigError, match=r"^client 1: .*client 0: classes b, a instead of a, b"):
+    with pytest.raises(ConfigError, match=r"^client 1: .*client 0: .* b, a .* a, b"):
         check_same_form([described("a", "b"), described("b", "a")])
 
 
 def test_classes_without_names_are_compared_by_number_only():
     nameless = described(outputs=2)
     check_same_form([nameless, described("a", "b"), nameless])
-    with pytest.raises(ConfigError, match=r"^client 2: its data are unlike those of client 1: classes a, c instead"):
+    with pytest.raises(ConfigError, match=r"^client 2: .*client 1: .* a, c "):
         check_same_form([nameless, described("a", "b"), described("a", "c")])
-    with pytest.raises(ConfigError, match=r"^client 1: its data are unlike those of client 0: outputs 3 instead of 2"):
+    with pytest.raises(ConfigError, match=r"^client 1: .*client 0: .* 3 .* 2"):
         check_same_form([nameless, described(outputs=3)])
 
 

@@ -171,7 +171,7 @@ def test_tasks_that_are_delivered_again_change_nothing(tmp_path, alone):
 def test_a_machine_that_flower_does_not_reach_gets_its_task_later(tmp_path, alone, reason):
     run, grid = remote(tmp_path, alone)
     grid.unreachable, grid.reason = {100, 101, 102, 103}, reason
-    with pytest.warns(UserWarning, match=r"machine is away, and gets the task when it is back$") as shown:
+    with pytest.warns(UserWarning, match=r"^client \d, round \d: its machine is away") as shown:
         run.fit()
     assert {str(one.message).partition(",")[0] for one in shown} == {f"client {number}" for number in range(4)}
     assert_same(alone, run)
@@ -571,7 +571,7 @@ def test_a_machine_with_a_wrong_description_is_not_used(tmp_path, alone, changes
 def test_a_machine_with_another_torch_is_used_with_a_warning(tmp_path, alone):
     _, grid = remote(tmp_path, alone)
     grid.change = described_as(torch="2.1.0")
-    with pytest.warns(UserWarning, match=r"^machine 101: it has torch 2\.1\.0, but the server has"):
+    with pytest.warns(UserWarning, match=r"^machine 101: .*torch 2\.1\.0, "):
         assert len(ClientLink(grid).find(6, 5, print)) == 6
 
 
@@ -601,7 +601,7 @@ def test_a_second_machine_of_a_client_is_not_used(tmp_path, alone):
     site = grid.nodes[103].site
     grid.nodes[150] = Node(type(site)(1, site.dataset), tmp_path / "other", grid.nodes[103].build)
     link = ClientLink(grid)
-    with pytest.warns(UserWarning, match="client 1: another machine has this client, too"):
+    with pytest.warns(UserWarning, match="client 1: another machine"):
         link.find(6, 5, print)
     assert link.machines[1] in (101, 150)
 
@@ -611,7 +611,7 @@ def test_other_data_than_those_of_the_run_are_not_used(tmp_path, alone):
     expected = ClientLink(grid).find(6, 5, print)
     grid.nodes[101] = Node(type(grid.nodes[103].site)(1, grid.nodes[103].site.dataset), tmp_path / "other", None)
     link = ClientLink(grid, expected)
-    with pytest.warns(UserWarning, match="client 1: its data are not those of the run"), pytest.raises(ConfigError):
+    with pytest.warns(UserWarning, match="client 1: its data"), pytest.raises(ConfigError):
         link.find(6, 0.3, print)
 
 

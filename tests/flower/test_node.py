@@ -45,7 +45,7 @@ def test_the_state_of_the_last_three_rounds_is_kept_and_read_by_another_process(
     assert again.read(-1) == {}
     for round in (3, 4, 9):
         assert again.read(round)["term"]["n"] == round
-    with pytest.raises(StateMissing, match=r"^the client's state after round 1 is not on .* has: 3, 4, 9"):
+    with pytest.raises(StateMissing, match=r"round 1 .*: 3, 4, 9"):
         again.read(1)
     assert len([*(tmp_path / "run" / "clients").iterdir()]) == 3
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
@@ -155,7 +155,6 @@ def test_the_description_has_counts_shapes_and_a_digest(node):
     assert values["in_shape"] == [1, 8, 8]
 
 
-FOREIGN = {"class_path": "my_module.Method"}
 REFUSED = {
     "another client": ({"client": 2}, "the task is for client 2, not for client 1"),
     "no state": ({"round": 5, "state_round": 4}, "the client's state after round 4 is not on its machine"),
@@ -199,7 +198,7 @@ def test_an_allowed_experiment_may_name_other_classes(node, monkeypatch):
     text = experiment(node, algorithm={"class_path": "flower_method.Mine"})
     digest, refused = sha256(text.encode()).hexdigest(), ask(node, text).values["failure"]
     assert "flower_method.Mine is not allowed" in refused
-    assert f"If you trust the server, add {digest} to allow" in refused
+    assert f" {digest} " in refused
     node.site.allow.append(digest)
     assert "No module named 'flower_method'" in ask(node, text).values["failure"]
 
@@ -207,7 +206,7 @@ def test_an_allowed_experiment_may_name_other_classes(node, monkeypatch):
 def test_another_experiment_under_the_same_run_is_refused(node):
     assert "failure" not in ask(node).values
     answer = ask(node, experiment(node, batch_size=7))
-    assert answer.values["failure"] == "the state on this machine is that of another experiment or client"
+    assert "another experiment" in answer.values["failure"]
 
 
 def test_data_unlike_the_federations_are_refused(node):
@@ -266,7 +265,7 @@ def test_a_composed_method_is_checked_before_it_trains(node, monkeypatch):
     monkeypatch.setattr("fl_lightning.engines.worker.Worker.run", None)
     aggregator = {"class_path": METHODS + "GlobalDiscrepancy"}
     text = experiment(node, algorithm={"class_path": METHODS + "FedAvg", "init_args": {"aggregator": aggregator}})
-    assert "sends: FedAvg sends structural, but this machine may only send model" in ask(node, text).values["failure"]
+    assert re.search("sends: FedAvg .*structural, .* model", ask(node, text).values["failure"])
 
 
 def test_an_unknown_or_damaged_message_is_refused(node):
@@ -313,7 +312,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, content, message):
 def test_only_this_machine_is_reached_without_encryption(tmp_path):
     pytest.importorskip("flwr")
     assert Address("127.0.0.1:8000").read_certificate() is None
-    with pytest.raises(ConfigError, match=r"^--superlink: example.org:8000 is another machine, and needs encryption"):
+    with pytest.raises(ConfigError, match=r"^--superlink: example.org:8000 .*encryption"):
         Address("example.org:8000")
     (tmp_path / "key").write_text("no key")
     with pytest.raises(ConfigError, match=r"^--key: .*/key is no OpenSSH private key"):

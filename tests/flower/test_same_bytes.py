@@ -86,7 +86,7 @@ def test_the_server_has_no_sample_of_a_client(tmp_path):
     _, remote, _ = both(tmp_path, "FedAvg")
     assert remote.data.data.x_train.untyped_storage().nbytes() == 4
     assert not remote.data.data.x_train.any()
-    with pytest.raises(ConfigError, match="client 0: its data are on its own machine"):
+    with pytest.raises(ConfigError, match="client 0: "):
         remote.client_module(0)
     header = (remote.run_dir / "partition.csv").read_text().splitlines()[0]
     assert header == "client,split,samples"
@@ -97,5 +97,5 @@ def test_a_run_is_tested_without_the_clients_machines(tmp_path):
     last = remote.csv.rows[-1]
     assert remote.test() == {"round": 2, **{key: last[key] for key in ("global/acc", "global/loss")}}
     remote.worker.data.has_test = False
-    with pytest.raises(ConfigError, match="all test samples are on the clients' machines"):
+    with pytest.raises(ConfigError, match="test samples"):
         remote.test()

@@ -1,11 +1,13 @@
 """Run the command line in this process, on experiments that take a second."""
 
+import argparse
 import contextlib
 import csv
 import io
 import json
 import re
 import shlex
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +93,13 @@ def summary(run_dir: Path) -> dict[str, float]:
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Return the content of every file below a folder by path, and None for every folder."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the arguments of a parser by key, without those that show a help text or stand for a group."""
+    found = {one.dest: one for one in parser._actions if "help" not in one.dest.split(".") and one.help != SUPPRESS}
+    groups = {key.rpartition(".")[0] for key in found}
+    return {key: one for key, one in found.items() if key not in groups and key != "print_shtab"}
 
 
 def table(text: str) -> dict[str, Sequence[str]]:

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fl_lightning import Evaluation, FederatedOrchestrator
 from fl_lightning.algorithms import FedAvg
 from fl_lightning.callbacks import Checkpointing, RoundProgress
+from fl_lightning.callbacks.monitor import is_among, round_metrics
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.data import Digits, Dirichlet, FederatedData, Scenario, Shard
 from fl_lightning.engines import Task
@@ -122,6 +124,17 @@ def finished(run_dir: Path, algorithm=None, **options: Any) -> FederatedOrchestr
 def weights_after(run_dir: Path, algorithm=None, **options: Any) -> dict[str, torch.Tensor]:
     """Return the shared weights that an experiment ends with."""
     return finished(run_dir, algorithm, **options).state["model"]
+
+
+def in_two_parts(
+    folder: Path, method: Callable[[], Any], stop: int, **options: Any
+) -> tuple[FederatedOrchestrator, FederatedOrchestrator]:
+    """Run an experiment at one go, and again with an interruption after the round `stop`. Return both runs."""
+    whole = finished(folder / "whole", method(), **options)
+    finished(folder / "parts", method(), **options | {"rounds": stop})
+    rest = experiment(folder / "parts", method(), **options)
+    rest.fit(resume=True)
+    return whole, rest
 
 
 def full_batch(lr: float, epochs: int = 2, **sgd: Any) -> dict[str, Any]:
@@ -236,3 +249,18 @@ def local_batches(run: FederatedOrchestrator, round: int, client: int) -> list[l
 def task_of_round(run: FederatedOrchestrator, round: int, client: int) -> Task:
     """Return a client's task in a round that follows the current state."""
     return Task(round, client, run.server.download(round, client), run.memory.get(client, {}))
+
+
+def accuracy_and_loss(module, x, y):
+    """Return the accuracy and the mean cross-entropy of a module in eval mode."""
+    with torch.no_grad():
+        logits = module.eval()(x)
+    return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
+
+
+def check_metric_names(run):
+    """Compare the names of all metrics of a finished run with those that are known before it."""
+    clients = (client_series(run.run_dir, round) for round in range(1, run.round + 1))
+    known, logged = round_metrics(run), {name for row in (*run.csv.rows, *clients) for name in row} - {"round"}
+    assert {name for name in logged if not is_among(name, known)} == set()
+    assert {name for name in known if not any(is_among(each, [name]) for each in logged)} == set()

@@ -6,6 +6,7 @@ same bytes as on the CPU, so whole runs can be compared.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from pathlib import Path
@@ -151,7 +152,7 @@ LIBRARIES = (str(Path(torch.__file__).parent), str(Path(sys.modules["lightning"]
 
 def caller() -> str:
     """Return the innermost function on the stack that belongs to no library."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe().f_back.f_back
     while frame.f_back and (frame.f_code.co_filename.startswith(LIBRARIES) or frame.f_code.co_name.startswith("<")):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"

@@ -10,13 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from running import free_port
+
 BIN = Path(sys.executable).parent
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def write_certificates(folder):

@@ -45,10 +45,10 @@ import yaml
 from commands import Outcome, run, untimed_rows
 from methods import elements
 
+from fl_lightning.algorithms.server import Server
 from fl_lightning.core.config import flatten
 from fl_lightning.core.errors import CheckpointError
 from fl_lightning.engines import trainer
-from fl_lightning.orchestrator import FederatedOrchestrator
 from fl_lightning.runs.checkpoint import CheckpointFolder
 from fl_lightning.runs.record import Record
 
@@ -202,12 +202,12 @@ def begin(name: str, folder: Path, killed: bool) -> int:
 
 def fit(*words: str | Path, killed: bool = False) -> Outcome:
     """Run `fit`, with a warning in the second round."""
-    run_round, log = FederatedOrchestrator._run_round, Record.log
+    begin_round, log = Server.begin_round, Record.log
 
-    def warned(run: FederatedOrchestrator, round: int) -> Any:
+    def warned(server: Server, round: int) -> None:
         if round == 2:
             warnings.warn("the second round begins", stacklevel=2)
-        return run_round(run, round)
+        begin_round(server, round)
 
     def logged(record: Record, metrics: Any) -> None:
         log(record, metrics)
@@ -215,7 +215,7 @@ def fit(*words: str | Path, killed: bool = False) -> Outcome:
             record.writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(FederatedOrchestrator, "_run_round", warned), mock.patch.object(Record, "log", logged):
+    with mock.patch.object(Server, "begin_round", warned), mock.patch.object(Record, "log", logged):
         return run("fit", *words)
 
 

@@ -11,13 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from running import free_port
+
 BIN = str(Path(sys.executable).parent)
-
-
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -96,6 +96,16 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 
+class Trap:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 NO_FILES = {
     "a folder": (replace_by(Path.mkdir), "is a folder"),
     "a pipe": (replace_by(os.mkfifo), "is a pipe"),

@@ -1,7 +1,14 @@
-"""Check whether processes are running."""
+"""Processes that run beside the tests, and ports for them."""
 
+import socket
 import time
 from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
 
 
 def alive(pid):

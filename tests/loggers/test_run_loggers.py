@@ -7,7 +7,6 @@ import os
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from commands import TINY, rows, run, tiny
@@ -25,7 +24,6 @@ from fl_lightning.loggers.wandb import WandbRoundLogger
 from fl_lightning.runs.folder import WRITTEN_NAMES
 
 LABELS = Labels("digits-seed0", "digits-123456", ["FedAvg", "Digits", "Dirichlet"])
-COUNTS = np.ones((3, 2), dtype=int)
 
 
 class Recording(DummyLogger):

@@ -166,7 +166,7 @@ def test_last_batch_of_one_is_left_out_with_batchnorm(tmp_path):
 def test_a_client_of_one_sample_cannot_train_batchnorm(tmp_path):
     options = {"scenario": arrays(tmp_path, 8, 1), "clients_per_round": None, "rounds": 1}
     run = experiment(tmp_path / "norm", model=NormMLP, **options)
-    with pytest.raises(ClientFailure, match=r"client 1, round 1: 1 training sample\(s\) make no batch .* without it"):
+    with pytest.raises(ClientFailure, match=r"client 1, round 1: 1 training sample"):
         run.fit()
     experiment(tmp_path / "plain", **options).fit()
 

@@ -7,8 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from experiments import NormMLP, client_series, experiment, same_bytes, untimed
-from torch.nn import functional as F
+from experiments import NormMLP, accuracy_and_loss, client_series, experiment, same_bytes, untimed
 
 from fl_lightning import orchestrator
 from fl_lightning.algorithms import UAPDFL, CwFedAvg, FedAvg, FedPer, FedSKC
@@ -16,12 +15,6 @@ from fl_lightning.client.optimizers import LRScales
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.loggers import collection as loggers
 from fl_lightning.runs.reader import open_run_folder
-
-
-def accuracy_and_loss(module, x, y):
-    with torch.no_grad():
-        logits = module.eval()(x)
-    return float((logits.argmax(dim=1) == y).double().mean()), float(F.cross_entropy(logits, y))
 
 
 def test_participants_are_sampled_uniformly_without_replacement(tmp_path):

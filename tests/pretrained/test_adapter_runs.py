@@ -1,7 +1,6 @@
 """Runs with pretrained models and peft's adapters: compared with a loop by hand, exact means, resumes, processes."""
 
 import copy
-import socket
 from functools import partial
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 pytest.importorskip("peft")
 
 import torch
-from experiments import experiment, finished, local_batches, record_rounds, same_bytes, untimed
+from experiments import experiment, finished, in_two_parts, local_batches, record_rounds, same_bytes, untimed
 from methods import ADAPTERS, assert_same_run
 from peft import (
     LoraConfig,
@@ -121,19 +120,9 @@ def test_the_global_model_is_the_mean_of_the_clients_merged_models(tmp_path, nam
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_a_run_resumes_to_the_same_bytes_without_the_network(tmp_path, name, monkeypatch):
-    def refuse(*args, **options):
-        raise AssertionError("the network is used")
-
-    for function in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, function, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+def test_a_run_resumes_to_the_same_bytes_without_the_network(tmp_path, name, no_network):
     method, options = getattr(algorithms, name), text_options(tmp_path, dropout=0.2)
-    whole = finished(tmp_path / "whole", method(), **options)
-    experiment(tmp_path / "parts", method(), **options | {"rounds": 2}).fit()
-    rest = experiment(tmp_path / "parts", method(), **options)
-    rest.fit(resume=True)
-    assert_same_run(whole, rest)
+    assert_same_run(*in_two_parts(tmp_path, method, 2, **options))
 
 
 @pytest.mark.thorough

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from functools import partial
 
 import pytest
@@ -20,17 +19,8 @@ from fl_lightning.cli.main import main
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.models import Adapted, LoRA, Pretrained
 
+pytestmark = pytest.mark.usefixtures("no_network")
 IDS = torch.tensor([[5, 9, 7, 12, 0, 0], [8, 1, 3, 4, 6, 2]])
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch):
-    def refuse(*args, **options):
-        raise AssertionError("the internet was used")
-
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 def network(folder, name, task="sequence_classification", **options):

@@ -1,6 +1,5 @@
 """`Pretrained`: models of Hugging Face from a folder, split into encoder and head."""
 
-import socket
 from functools import partial
 
 import pytest
@@ -110,16 +109,10 @@ def test_layers_that_the_weights_lack_are_new(tmp_path):
     assert adapted.get_parameter("encoder.network.bert.pooler.dense.weight").requires_grad
 
 
-def test_the_network_is_not_used(tmp_path, monkeypatch):
-    def refuse(*args, **options):
-        raise AssertionError("the network is used")
-
+def test_the_network_is_not_used(tmp_path, no_network):
     save_model(tmp_path, "bert")
-    for name in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     Pretrained((6,), 2, path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^model\.path: folder 'bert-base-uncased' not found"):
+    with pytest.raises(ConfigError, match=r"^model\.path: folder 'bert-base-uncased' "):
         Pretrained((6,), 2, path="bert-base-uncased")
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shlex
-import socket
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from fl_lightning.core.inputs import Inputs
 from fl_lightning.data import ByClient, InstructionFile, Scenario, TextFile, TextTable
 from fl_lightning.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("no_network")
 # A namespace package of this folder's name has no version.
 transformers = pytest.importorskip("transformers", minversion="4.57")
 tokenizers = pytest.importorskip("tokenizers")
@@ -35,18 +35,6 @@ TEMPLATE = (
     "{% else %}{{ message['content'] }} [SEP]{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail on each connection."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a connection was opened")
-
-    for name in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Trap
 
 from fl_lightning.core.errors import CheckpointError, Damaged
 from fl_lightning.core.files import write_atomically
@@ -293,14 +294,6 @@ def test_invalid_folder_names_and_links_are_no_checkpoints(tmp_path: Path) -> No
 def test_reading_a_missing_round_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="round-000009"):
         three_checkpoints(tmp_path).read(9)
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("dump", [torch.save, lambda obj, path: path.write_bytes(pickle.dumps(obj))])

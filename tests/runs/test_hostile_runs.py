@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run, tiny
+from commands import run
 from jsonargparse import _typehints
 from PIL import Image
 
@@ -160,13 +160,6 @@ def note_write(event, path):
 
 
 sys.addaudithook(watch)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    tiny(folder)
-    return folder
 
 
 @pytest.fixture

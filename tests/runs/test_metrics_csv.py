@@ -181,7 +181,7 @@ def test_a_truncated_last_line_is_ignored(path: Path) -> None:
 def test_a_file_without_every_round_is_refused_and_not_changed(content: bytes | None, path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(Damaged, match=r"metrics.csv does not hold rounds 1 to 2"):
+    with pytest.raises(Damaged, match=r"metrics.csv .* 1 to 2"):
         rewind(path, 2)
     assert (path.read_bytes() if path.exists() else None) == content
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from experiments import ONE_EPOCH, experiment, same_bytes, untimed
+from experiments import ONE_EPOCH, experiment, in_two_parts, same_bytes, untimed
 from killed_runs import FIRST_ROUND, FIVE, command_line, survive_kills
 from methods import CLASSES
 
@@ -30,11 +30,7 @@ SIAMESE = partial(MLP, hidden=(16,), head=Head(projection=16, prediction=16))
 )
 def test_a_run_in_two_parts_equals_a_run_in_one(tmp_path, method):
     options = {"checkpoint_every": 2, "model": SIAMESE, "trainer": ONE_EPOCH}
-    whole = experiment(tmp_path / "whole", method(), rounds=4, **options)
-    whole.fit()
-    experiment(tmp_path / "parts", method(), rounds=3, **options).fit()
-    rest = experiment(tmp_path / "parts", method(), rounds=4, **options)
-    rest.fit(resume=True)
+    whole, rest = in_two_parts(tmp_path, method, 3, rounds=4, **options)
     assert same_bytes(whole.state["model"], rest.state["model"])
     assert untimed(whole.csv.rows) == untimed(rest.csv.rows)
     model = Path("final") / "model.pt"

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import TINY, contents, run, tiny
+from commands import contents, run, tiny
 from refusals import check_refused_command, time_limit  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("always")  # a command's warnings are not errors
@@ -20,13 +20,6 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("done") / "run"
     tiny(folder, "--algorithm=FedSiamDA", '--model.head={"projection": 8, "prediction": 8}')
     return folder
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.yaml").write_text(TINY)
-    return tmp_path
 
 
 # --- Files of the user ---

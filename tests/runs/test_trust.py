@@ -45,14 +45,6 @@ class Watcher(RoundCallback):
 """
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return the folder of a finished run that names no classes of the user."""
-    run_dir = tmp_path_factory.mktemp("finished") / "run"
-    tiny(run_dir)
-    return run_dir
-
-
 def forget_modules(here):
     """Forget imported modules, as a new process would."""
     sys.path[:] = [place for place in sys.path if place != str(here)]
