@@ -22,9 +22,7 @@ def first_of_each_class(labels: Tensor, count: int) -> Tensor:
     return torch.cat(positions).sort().values
 
 
-def main(
-    data: str, dataset: str = "CIFAR10", out: str = "cifar_subset.npz", train: int = 400, test: int = 100
-) -> None:
+def main(data: str, dataset: str = "CIFAR10", out: str = "cifar_subset.npz", train: int = 400, test: int = 100) -> None:
     """Write the file."""
     loaded = getattr(datasets, dataset)(data_dir=data).load()
     arrays = {}
