@@ -56,9 +56,7 @@ class ConfusionMatrix(RoundFigure):
         if self._shows_trained(run) and run.algorithm.server and not run.algorithm.whole:
             method = type(run.algorithm).__name__
             fix = "Set evaluation.client_model to received, or leave it out."
-            raise ConfigError(
-                f"callbacks: ConfusionMatrix: {method} does not reveal the clients' trained models. {fix}"
-            )
+            raise ConfigError(f"callbacks: ConfusionMatrix: {method} does not reveal clients' trained models. {fix}")
         clients = range(run.clients) if self._shows_trained(run) else run.evaluator.scored
         if not self._tests_globally(run) and not any(len(run.data.shards[client].test) for client in clients):
             raise ConfigError("callbacks: ConfusionMatrix: no client has test samples. Increase scenario.local_test.")

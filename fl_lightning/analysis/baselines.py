@@ -122,18 +122,6 @@ def merge_baselines(baselines: Baselines, more: Any, config: Path) -> Baselines:
     return baselines | {name: baselines.get(name, {}) | keys for name, keys in more.items()}
 
 
-def split_setting(word: str) -> tuple[str, str]:
-    """Return the key and the value of a word KEY=VALUE after `--set`.
-
-    Raises:
-        ConfigError: The word has another form.
-    """
-    key, sign, value = word.partition("=")
-    if not sign or not key:
-        raise ConfigError(f"--set: {word!r} is not of the form KEY=VALUE")
-    return key, value
-
-
 def setting_words(settings: Mapping[str, Any]) -> list[str]:
     """Convert settings to command-line options `--KEY=VALUE`."""
     return [f"--{key}={to_word(value)}" for key, value in settings.items()]

@@ -216,10 +216,7 @@ def bars_figure(found: Comparison, panels: Panels, percent: bool, width: float |
     add_cluster_legend(figure, panels)
     spread = any(group.last and group.last.std is not None for group in found.groups)
     over_seeds = "mean ± standard deviation over seeds (n - 1)" if spread else "one run per group"
-    figure.notes = [
-        f"{found.metric} in the last evaluated round: {over_seeds}.",
-        *_remarks(found),
-    ]
+    figure.notes = [f"{found.metric} in the last evaluated round: {over_seeds}.", *_remarks(found)]
     return figure
 
 

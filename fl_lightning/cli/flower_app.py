@@ -87,9 +87,7 @@ def connect_clients(run: FederatedOrchestrator, config: dict[str, Any], grid: Gr
     found, before = link.find(dataset.clients, engine.wait, partial(print, flush=True)), dataset.described
     if resume and before and found != before:
         changed = [client for client, each in enumerate(found) if each != before[client]]
-        raise ConfigError(
-            f"client {changed[0]}: its data changed since the run began. Restore them, or start a new run"
-        )
+        raise ConfigError(f"client {changed[0]}: its data changed since the run began. Restore them or start a new run")
     dataset.described = link.expected = found
     config["scenario"]["dataset"]["init_args"]["described"] = [asdict(each) for each in found]
     engine.connect(link, client_config(config))

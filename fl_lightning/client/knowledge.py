@@ -98,6 +98,25 @@ def class_sums_over(
     return sums, counts
 
 
+def class_values(uploads: Sequence[Upload], section: str) -> tuple[Tensor, Tensor]:
+    """Return the values of each class in a section of K uploads, `(K, C, d)`, and which clients have them, `(K, C)`."""
+    sections = [upload.message.section(section) for upload in uploads]
+    return torch.stack([each["values"] for each in sections]), torch.stack([each["known"] for each in sections])
+
+
+def or_previous(values: Tensor, known: Tensor, previous: Tensors) -> Tensors:
+    """Return the `values` of the classes and which of them are `known`. Other classes keep their previous values.
+
+    Args:
+        values: New values, `(C, d)`.
+        known: Whether a class has a new value, `(C,)` bool.
+        previous: The result of the round before; empty if there is none.
+    """
+    if not previous:
+        return {"values": values, "known": known}
+    return {"values": torch.where(known[:, None], values, previous["values"]), "known": known | previous["known"]}
+
+
 def mean_over_holders(local: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     """Average the clients' values of each class over the clients that have samples of the class, in float64.
 
@@ -181,13 +200,7 @@ class ClassMeans(SharedKnowledge):
 
         A class for which no client uploaded a mean keeps its previous mean.
         """
-        sections = [upload.message.section(self.name) for upload in uploads]
-        local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
-        values, known = mean_over_holders(local, held)
-        if previous:
-            values = torch.where(known[:, None], values, previous["values"])
-            known = known | previous["known"]
-        return {"values": values, "known": known}
+        return or_previous(*mean_over_holders(*class_values(uploads, self.name)), previous)
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:

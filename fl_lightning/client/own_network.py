@@ -23,7 +23,7 @@ class OwnNetwork(ClientModule):
     """A client's module that trains a network of the client's own, `own`, beside the shared `backbone`.
 
     Both take a step on each batch. The optimizer, scheduler and gradient clipping of the own network are like those of
-    the shared one. Subclasses set `own`, and train it with `own_optimizer` in their `training_step`.
+    the shared one, and it uses the same random numbers. Subclasses set `own`, and train it in `train_own`.
 
     Attributes:
         method: The method's name, for error messages.
@@ -45,6 +45,18 @@ class OwnNetwork(ClientModule):
         super().on_fit_start()
         self.own_optimizer = self.optimizer_for(self.own_parameters(), self.own)
         self.own_schedule = self.schedule_for(self.own_optimizer)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Train the own network for one step, then return the shared network's loss."""
+        draws = RandomStates(self.device)
+        self.train_own(*batch)
+        self.step_schedule(self.own_schedule, "step")
+        with draws.drawing():
+            return super().training_step(batch, batch_idx)
+
+    def train_own(self, x: Any, y: Tensor) -> None:
+        """Train the own network on a batch for one step with `own_optimizer`. It does not affect the shared network."""
+        raise NotImplementedError
 
     def own_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that `own_optimizer` trains."""

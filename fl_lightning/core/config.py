@@ -103,3 +103,15 @@ def flatten(config: Any, prefix: str = "", name: Callable[[Any], Any] = lambda p
 def is_below(key: str, others: Iterable[str]) -> bool:
     """Return whether a dotted key is below one of `others`, as `algorithm.tau` is below `algorithm`."""
     return any(key.startswith(f"{other}.") for other in others)
+
+
+def split_setting(option: str, word: str) -> tuple[str, str]:
+    """Return the key and the value of a word KEY=VALUE of an option.
+
+    Raises:
+        ConfigError: The word has another form.
+    """
+    key, sign, value = word.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"{option}: {word!r} is not of the form KEY=VALUE")
+    return key, value

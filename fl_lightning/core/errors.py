@@ -200,6 +200,20 @@ def check_instance(key: str, value: object, kind: type, fix: str) -> None:
 
 
 @contextmanager
+def require_extra(extra: str, what: str) -> Iterator[None]:
+    """Context in which a failed import becomes a `ConfigError` with the command that installs an optional dependency.
+
+    Args:
+        extra: The extra of this package that has the dependency, such as `ray`.
+        what: The key, and what needs which package.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what}; pip install 'fl-lightning[{extra}]'") from error
+
+
+@contextmanager
 def blame(key: str) -> Iterator[None]:
     """Context in which any exception becomes a `ConfigError` that names the config key."""
     try:

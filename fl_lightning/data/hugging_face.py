@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, one_line, require_extra
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.names import join_names
 from fl_lightning.core.trusted_imports import require_trust
@@ -278,12 +278,8 @@ def _encoded_image(name: str, encoded: dict[str, Any] | None) -> EncodedImage:
 
 
 def _library() -> Any:
-    try:
+    with require_extra("huggingface", f"{KEY}: HuggingFace needs the package datasets"):
         import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{KEY}: HuggingFace needs the package datasets. Install it with: pip install 'fl-lightning[huggingface]'"
-        ) from error
     return datasets
 
 

@@ -124,9 +124,7 @@ class ImageFolder(CustomDataset):
         splits: dict[str, Path] = {}
         for split, folder in named:
             if split in splits:
-                what = (
-                    f"{one_line(self.path)}: has the folders {splits[split].name} and {folder.name}. Keep one of them"
-                )
+                what = f"{one_line(self.path)}: has the folders {splits[split].name} and {folder.name}. Keep one"
                 raise ConfigError(f"{KEY}.path: {what}")
             splits[split] = folder
         if "train" not in splits:
@@ -256,9 +254,7 @@ class PathPattern:
         if missing := [name for name in ("train", second) if name not in present]:
             raise self.error(f"finds no image of the split {missing[0]}. Add some, or use a pattern without {{split}}")
         if unused := int((~frame["split"].isin(["train", second])).sum()):
-            warnings.warn(
-                str(self.error(f"finds {unused:,} images of the split val, which are not used")), stacklevel=2
-            )
+            warnings.warn(str(self.error(f"finds {unused:,} images of the split val that are not used")), stacklevel=2)
         frame = frame[frame["split"].isin(["train", second])]
         test = (frame["split"] == second).to_numpy()
         known = frame["class"].isin(frame["class"][~test])

@@ -45,9 +45,7 @@ class ByClient(Partition):
         than `min_samples` training samples are left out.
         """
         if data.client_train is None:
-            raise ConfigError(
-                f"{self.error_prefix}: the dataset has no client ids (client_train). Use another partition"
-            )
+            raise ConfigError(f"{self.error_prefix}: the dataset has no client ids (client_train). Use another one")
         known, owner = np.unique(data.client_train, return_inverse=True)
         sizes = np.bincount(owner)
         available = int((sizes >= self.min_samples).sum())

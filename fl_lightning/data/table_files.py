@@ -18,7 +18,7 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, one_line, require_extra
 from fl_lightning.core.names import join_names
 from fl_lightning.data.columns import NO_HEADER, client_ids, column_error, find_column, refuse_missing
 from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
@@ -230,7 +230,8 @@ def read_table(
             parquet = path.endswith((".parquet", ".pq")) or file.read(4) == b"PAR1"
             file.seek(0)
             if parquet:
-                _check_pyarrow(key)
+                with require_extra("parquet", f"{KEY}.{key}: Parquet needs the package pyarrow"):
+                    import pyarrow  # noqa: F401
             with naming_file(Path(path), "Parquet file" if parquet else "CSV file"):
                 frame = _read_parquet(path, file) if parquet else _read_csv(path, file, separator, number_format, text)
     except BadFile as error:
@@ -336,12 +337,3 @@ def decompress(path: str, file: BinaryIO) -> BinaryIO:
         kind = "an Excel workbook" if "[Content_Types].xml" in names else f"a zip archive of {len(names)} files"
         raise BadFile(Path(path), f"is {kind}, it needs to be a CSV or Parquet file")
     return cast(BinaryIO, archive.open(names[0]))
-
-
-def _check_pyarrow(key: str) -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{KEY}.{key}: Parquet needs the package pyarrow. Install it with: pip install 'fl-lightning[parquet]'"
-        ) from error

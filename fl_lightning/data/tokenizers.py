@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, one_line, require_extra
 from fl_lightning.core.inputs import MASK, Inputs
 from fl_lightning.data.text import PADDING, UNKNOWN, Vocabulary
 
@@ -127,11 +127,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str) -> None:
-        try:
+        with require_extra("transformers", f"{KEY}.tokenizer: a folder needs the package transformers"):
             from transformers import AutoTokenizer
-        except ImportError as error:
-            fix = "Install it with: pip install 'fl-lightning[transformers]'"
-            raise ConfigError(f"{KEY}.tokenizer: a folder needs the package transformers. {fix}") from error
         try:
             self.library: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of transformers, tokenizers, JSON, the file system, ...
@@ -207,9 +204,7 @@ def encode_whole(texts: Sequence[str], fitted: Iterable[int], length: int, vocab
     tokenizer = load_tokenizer(name)
     room = length - len(tokenizer.start) - len(tokenizer.end)
     if room < 1:
-        raise ConfigError(
-            f"{KEY}.length: {length} leaves no room for a token. Raise it to at least {length - room + 1}"
-        )
+        raise ConfigError(f"{KEY}.length: {length} leaves no room for a token. Set at least {length - room + 1}")
     split = [tokenizer.split(text)[:room] for text in texts]
     tokenizer.fit((split[i] for i in fitted), vocab_size if name == "words" else None)
     whole = [[*tokenizer.start, *tokenizer.ids(one), *tokenizer.end] or [tokenizer.padding] for one in split]

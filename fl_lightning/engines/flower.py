@@ -198,7 +198,7 @@ class FlowerEngine(Engine):
     def _results(
         self, link: ClientLink, worker: Worker, waiting: dict[int, Waiting], expected: Mapping[int, Result | None]
     ) -> Iterator[Result]:
-        """Yield the results that have arrived, and those of clients whose time is over. Their tasks wait no more."""
+        """Remove from `waiting` the clients that have answered, or whose time is over, and yield their results."""
         answers = link.poll([name for one in waiting.values() for name in one.sent])
         for client, one in list(waiting.items()):
             answer = next((answers[name] for name in one.sent if name in answers), None)

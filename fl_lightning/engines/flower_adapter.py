@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from fl_lightning.core.errors import ConfigError, FLError, one_line, one_short_line
+from fl_lightning.core.errors import ConfigError, FLError, one_line, one_short_line, require_extra
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -32,10 +32,8 @@ def import_flower() -> ModuleType:
     Raises:
         ConfigError: Flower is not installed, or has another version than `VERSIONS`.
     """
-    try:
+    with require_extra("flower", "engine: FlowerEngine needs flwr"):
         import flwr.app
-    except ImportError as error:
-        raise ConfigError("engine: FlowerEngine needs flwr; pip install 'fl-lightning[flower]'") from error
     if not is_supported(flwr.__version__):
         what = f"flwr {flwr.__version__} is installed, but fl-lightning needs {' or '.join(VERSIONS)}"
         raise ConfigError(f"engine: {what}. Install it with pip install 'fl-lightning[flower]'")

@@ -100,9 +100,7 @@ class ProcessesEngine(PoolEngine):
         device = worker.device
         if device.type != "cuda":
             if self.devices is not None:
-                raise ConfigError(
-                    f"engine.devices: they are GPUs, and clients train on the {device.type}; leave them out"
-                )
+                raise ConfigError(f"engine.devices: they are GPUs, and clients train on the {device.type}; remove them")
             return []
         if self.devices is None and isinstance(worker.training.trainer.get("devices"), list):
             return [device.index]  # trainer.devices names a GPU

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, require_extra
 
 CONNECT = 10.0  # seconds in which a cluster must accept a connection, and answer
 LOCAL_FILES = ("working_dir", "py_modules")  # entries of a runtime environment that may name files of this machine
@@ -66,10 +66,8 @@ def import_ray() -> ModuleType:
     Raises:
         ConfigError: Ray is not installed.
     """
-    try:
+    with require_extra("ray", "engine: RayEngine needs ray"):
         import ray
-    except ImportError as error:
-        raise ConfigError("engine: RayEngine needs ray; pip install 'fl-lightning[ray]'") from error
     return ray
 
 

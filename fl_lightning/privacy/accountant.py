@@ -21,7 +21,7 @@ from types import ModuleType
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, require_extra
 from fl_lightning.core.lazy_import import load
 
 MOST_NOISE = 1e4
@@ -194,11 +194,8 @@ def _opacus(name: str) -> ModuleType:
     Raises:
         ConfigError: opacus is not installed.
     """
-    try:
+    with require_extra("privacy", "privacy: the accountant needs opacus"):
         return load(f"opacus.{name}")
-    except ImportError as error:
-        fix = "Run pip install 'fl-lightning[privacy]'"
-        raise ConfigError(f"privacy: the accountant needs opacus, which is not installed. {fix}") from error
 
 
 @contextmanager

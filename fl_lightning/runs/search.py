@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fl_lightning.core.config import split_setting
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.strict_yaml import load_yaml
 from fl_lightning.runs.reader import DamagedRun, Run, class_name, matching_keys, open_run_folder
@@ -122,9 +123,7 @@ def conditions(where: Where) -> dict[str, Any]:
         return dict(where)
     wanted: dict[str, Any] = {}
     for word in where:
-        key, sign, text = word.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"where: {word!r} is not of the form KEY=VALUE")
+        key, text = split_setting("where", word)
         if key in wanted:
             raise ConfigError(f"where: {key} is given twice. Use {key}=[{wanted[key]},{text}] for runs with either.")
         wanted[key] = _parse_value(text)

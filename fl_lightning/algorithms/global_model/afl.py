@@ -135,9 +135,7 @@ class AFL(Algorithm):
     initial_weights: Weighting = "uniform"
     aggregator: Aggregator = field(init=False)
 
-    search_space: ClassVar = {
-        "weight_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0},
-    }
+    search_space: ClassVar = {"weight_lr": {"distribution": "log_uniform_values", "min": 0.001, "max": 1.0}}
     starts_alike = True  # `prepare` only computes a loss
 
     def own_aggregator(self) -> Aggregator:

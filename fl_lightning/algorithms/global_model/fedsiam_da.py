@@ -208,10 +208,7 @@ class DualAggregation(Aggregator):
         models = [upload.message.section("model") for upload in folded]
         weights = dual_weights(flatten(models, self.buffers))
         clients = torch.tensor([upload.client for upload in folded])
-        return {
-            "model": weighted_mean(models, weights.tolist()),
-            "weights": {"client": clients, "value": weights},
-        }
+        return {"model": weighted_mean(models, weights.tolist()), "weights": {"client": clients, "value": weights}}
 
 
 # --- The method --------------------------------------------------------------------------------------------------

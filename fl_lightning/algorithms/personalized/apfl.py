@@ -21,7 +21,6 @@ from fl_lightning.client.weights import buffer_names, kept_model, load_weights, 
 from fl_lightning.core.arguments import number
 from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Message, Tensors
-from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
 
 OWN_MODEL = "own_model"
@@ -56,14 +55,6 @@ class MixedModels(OwnNetwork):
         if self.adaptive:  # α takes a step with the learning rate
             check_one_rate(self, "APFL with adaptive alpha")
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Train the client's own model for one step, then return the shared model's loss."""
-        draws = RandomStates(self.device)
-        self._train_own(*batch)
-        self.step_schedule(self.own_schedule, "step")
-        with draws.drawing():
-            return super().training_step(batch, batch_idx)
-
     def mixture(self) -> Tensors:
         """Return the mixture `v̄ = α v + (1 - α) w` of own and shared parameters, differentiable in `v` only."""
         shared = dict(self.backbone.named_parameters())
@@ -71,7 +62,7 @@ class MixedModels(OwnNetwork):
         mixed = {name: self.alpha * v + (1 - self.alpha) * shared[name].detach() for name, v in own.items()}
         return {name: value.to(own[name].dtype) for name, value in mixed.items()}  # α promotes a 0-dim parameter
 
-    def _train_own(self, x: Tensor, y: Tensor) -> None:
+    def train_own(self, x: Tensor, y: Tensor) -> None:
         """Take a gradient step on the own model `v`. On the round's first batch, also take the step on α.
 
         By the chain rule, the gradient for `v` is that of the mixture times α: `∇_v f(v̄) = α ∇f(v̄)`.

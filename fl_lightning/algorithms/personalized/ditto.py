@@ -20,7 +20,6 @@ from fl_lightning.client.weights import kept_model, load_weights, unfixed_parame
 from fl_lightning.core.arguments import number
 from fl_lightning.core.fixed_tensors import copy_network
 from fl_lightning.core.message import Message
-from fl_lightning.core.seeding import RandomStates
 from fl_lightning.core.state_dicts import State
 
 PERSONAL_MODEL = "personal_model"
@@ -50,13 +49,9 @@ class TwoModels(OwnNetwork):
         super().on_fit_start()
         self.received = [p.detach().clone() for p in unfixed_parameters(self.backbone).values()]
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Train the personalised model for one step, then return the shared model's loss."""
-        draws = RandomStates(self.device)
-        descend(self.own_optimizer, self.own_loss(*batch), self.clip_gradients)
-        self.step_schedule(self.own_schedule, "step")
-        with draws.drawing():
-            return super().training_step(batch, batch_idx)
+    def train_own(self, x: Tensor, y: Tensor) -> None:
+        """Train the personalised model for one step."""
+        descend(self.own_optimizer, self.own_loss(x, y), self.clip_gradients)
 
     def own_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the personalised model's loss `f(v) + λ/2 ||v - w^t||²` on a batch."""

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fl_lightning.algorithms.aggregators import Aggregator
 from fl_lightning.algorithms.base import Algorithm, Batches, Buffers
-from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge
+from fl_lightning.client.knowledge import ClassMeans, Seen, SharedKnowledge, class_values
 from fl_lightning.client.loss_term import Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.optimizers import descend
@@ -120,10 +120,7 @@ class HeadTraining(Aggregator):
         """
         if self.head is None:
             raise ConfigError("algorithm.aggregator: HeadTraining has no head. Set it in initial_state, as FedGH does.")
-        sections = [upload.message.section(Representations.name) for upload in folded]
-        features, classes = labelled_means(
-            *(torch.stack([own[name] for own in sections]) for name in ("values", "known"))
-        )
+        features, classes = labelled_means(*class_values(folded, Representations.name))
         before, head = round.before["model"], copy.deepcopy(self.head).to(features.dtype)
         head.load_state_dict({name.removeprefix(HEAD): value for name, value in before.items()}, strict=False)
         draws = torch.Generator().manual_seed(int(round.rng.integers(2**62)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_lightning.algorithms.personalized.fedproto import FedProto, PrototypeAlignment, Prototypes
-from fl_lightning.client.knowledge import Seen, mean_over_holders
+from fl_lightning.client.knowledge import Seen, class_values, mean_over_holders
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.client.optimizers import descend
 from fl_lightning.core.arguments import number
@@ -126,8 +126,7 @@ class TrainedPrototypes(Prototypes):
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Train the network on the uploaded prototypes, and return its prototypes and its weights."""
-        sections = [upload.message.section(self.name) for upload in uploads]
-        local, held = (torch.stack([section[name] for section in sections]) for name in ("values", "known"))
+        local, held = class_values(uploads, self.name)
         means, known = mean_over_holders(local, held)
         network = prototype_network(previous, means, round.rng)
         draws = torch.Generator().manual_seed(int(round.rng.integers(2**62)))

@@ -9,10 +9,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fl_lightning.analysis.baselines import setting_words, split_setting
+from fl_lightning.analysis.baselines import setting_words
 from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
 from fl_lightning.analysis.study.folder import folder_name
-from fl_lightning.core.config import read_config
+from fl_lightning.core.config import read_config, split_setting
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import nearest, suggest
 from fl_lightning.evaluation.summary import better_goal
@@ -252,7 +252,7 @@ def parse_overrides(words: Sequence[str]) -> Settings:
     Raises:
         ConfigError: A word has another form, or the key cannot be set.
     """
-    return _settings("--set", dict(map(split_setting, words)))
+    return _settings("--set", dict(split_setting("--set", word) for word in words))
 
 
 def _settings(where: str, content: Any) -> Settings:

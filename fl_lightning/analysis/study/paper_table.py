@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from fl_lightning.analysis.baselines import expand_baseline, setting_words, split_setting, to_word
+from fl_lightning.analysis.baselines import expand_baseline, setting_words, to_word
 from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_number, require
 from fl_lightning.analysis.study.executor import Job
 from fl_lightning.analysis.study.folder import folder_name, run_folder
-from fl_lightning.core.config import flatten, read_config
+from fl_lightning.core.config import flatten, read_config, split_setting
 from fl_lightning.core.config_files import named_file, nearest_file, read_configs
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.strict_yaml import load_yaml, read_yaml
@@ -348,7 +348,7 @@ def _scale_number(number: int, scale: float) -> int:
 
 
 def _override_word(pair: str) -> str:
-    key, _ = split_setting(pair)
+    key, _ = split_setting("--set", pair)
     if key in SET_ELSEWHERE:
         raise ConfigError(f"--set: {key} is set by {SET_ELSEWHERE[key]}. Leave it out")
     return f"--{pair}"

@@ -15,8 +15,9 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.pruners import SuccessiveHalvingPruner
 
-from fl_lightning.analysis.baselines import option_values, split_setting, to_word
+from fl_lightning.analysis.baselines import option_values, to_word
 from fl_lightning.analysis.study.checks import check_keys, check_seeds, errors_at, is_count, is_number, require
+from fl_lightning.core.config import split_setting
 from fl_lightning.core.config_files import named_file, nearest_file, shipped
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.spelling import suggest
@@ -221,7 +222,7 @@ def _log_offline(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _setting(word: str, parameters: Mapping[str, Parameter]) -> str:
-    key, _ = split_setting(word)
+    key, _ = split_setting("--set", word)
     require(key not in parameters, f"--set: {key} is a parameter of the sweep. Leave it out")
     require(key not in SET_BY_SWEEP, f"--set: {key} is set by the sweep")
     return f"--{word}"

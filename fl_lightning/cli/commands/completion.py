@@ -18,7 +18,7 @@ from fl_lightning.cli.help import add_option, shorten
 from fl_lightning.cli.options import options_of
 from fl_lightning.core.config import flatten, read_config
 from fl_lightning.core.config_files import config_path
-from fl_lightning.core.errors import ConfigError, FLError
+from fl_lightning.core.errors import FLError, require_extra
 from fl_lightning.core.references import read_references
 from fl_lightning.core.terminal import echo
 
@@ -38,10 +38,8 @@ def argcomplete() -> ModuleType:
     Raises:
         ConfigError: The package is not installed.
     """
-    try:
+    with require_extra("completion", "completion: it needs argcomplete"):
         import argcomplete
-    except ImportError:
-        raise ConfigError("completion: it needs argcomplete; pip install 'fl-lightning[completion]'") from None
     return argcomplete
 
 

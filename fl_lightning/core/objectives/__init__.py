@@ -12,15 +12,7 @@ from fl_lightning.core.objectives.segmentation import Segmentation
 from fl_lightning.core.objectives.tokens import IGNORED_TOKEN as IGNORED_TOKEN
 from fl_lightning.core.objectives.tokens import CausalLM, TokenClassification
 
-__all__ = [
-    "CausalLM",
-    "Classification",
-    "MultiLabel",
-    "Objective",
-    "Regression",
-    "Segmentation",
-    "TokenClassification",
-]
+__all__ = ["CausalLM", "Classification", "MultiLabel", "Objective", "Regression", "Segmentation", "TokenClassification"]
 
 
 def objective_of(labels: Tensor) -> Objective:

@@ -164,3 +164,11 @@ class Objective(Capable, ABC):
 def describe_tensor(values: Tensor) -> str:
     """Return a tensor's type and shape in words."""
     return f"{str(values.dtype).removeprefix('torch.')} of shape {tuple(values.shape)}"
+
+
+def check_range(classes: Tensor, outputs: int) -> None:
+    """Raise a `ValueError` if class indices are below 0, or not below the number of a network's outputs."""
+    low, high = map(int, classes.aminmax()) if len(classes) else (0, -1)
+    if low < 0 or high >= outputs:
+        wrong = low if low < 0 else high
+        raise ValueError(f"holds label {wrong}, which is out of range for num_classes {outputs}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.core.errors import check_number
-from fl_lightning.core.objectives.base import Objective, Reduction, describe_tensor
+from fl_lightning.core.objectives.base import Objective, Reduction, check_range, describe_tensor
 from fl_lightning.core.precision import at_least_float32
 
 DICE_EPSILON = 1e-6
@@ -60,11 +60,7 @@ class Segmentation(Objective):
         """Check that labels are masks `(n, height, width)` of class indices, as uint8 or int64."""
         if labels.dtype not in (torch.uint8, torch.int64) or labels.ndim != 3:
             raise ValueError(f"needs one mask (height, width) of classes per sample, got {describe_tensor(labels)}")
-        used = labels[labels != self.ignore_index]
-        low, high = map(int, used.aminmax()) if len(used) else (0, -1)
-        if low < 0 or high >= outputs:
-            wrong = low if low < 0 else high
-            raise ValueError(f"holds label {wrong}, which is out of range for num_classes {outputs}")
+        check_range(labels[labels != self.ignore_index], outputs)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return each image's share of correct pixels (`acc`) and its loss (`loss`), summed over a batch."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.core.objectives.base import Objective, Reduction, describe_tensor
+from fl_lightning.core.objectives.base import Objective, Reduction, check_range, describe_tensor
 from fl_lightning.core.precision import at_least_float32
 
 IGNORED_TOKEN = -100
@@ -51,10 +51,7 @@ class TokenClassification(Objective):
         used = expected != IGNORED_TOKEN
         if not bool(used.any(dim=1).all()):
             raise ValueError(f"has no label in sample {int(used.any(dim=1).int().argmin())}. Remove the sample")
-        low, high = map(int, expected[used].aminmax()) if len(labels) else (0, -1)
-        if low < 0 or high >= outputs:
-            wrong = low if low < 0 else high
-            raise ValueError(f"holds label {wrong}, which is out of range for num_classes {outputs}")
+        check_range(expected[used], outputs)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the number of correct tokens (`acc`) and the summed cross-entropy (`loss`) of a batch."""

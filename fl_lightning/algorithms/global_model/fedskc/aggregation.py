@@ -11,9 +11,8 @@ from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
 from fl_lightning.algorithms.global_model.fedskc.knowledge import (
     StructuralKnowledge,
     knowledge_class,
-    stacked_knowledge,
 )
-from fl_lightning.client.knowledge import SharedKnowledge
+from fl_lightning.client.knowledge import SharedKnowledge, class_values
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Upload
 from fl_lightning.core.round import Round
@@ -91,7 +90,7 @@ class GlobalDiscrepancy(Aggregator):
 
     def finish(self, folded: list[Upload], round: Round, knowledge: State) -> State:
         """Return the weighted mean of the clients' models, `w_g = Σ e_k w_k`, and the weights `e_k` (Eq. 4)."""
-        local, held = stacked_knowledge(folded)
+        local, held = class_values(folded, StructuralKnowledge.name)
         distances = discrepancy(local, held, knowledge[self.structural.name]["values"], self.gda_scale)
         samples = torch.tensor([upload.n_samples for upload in folded])
         weights = aggregation_weights(distances, samples, self.gda_scale)

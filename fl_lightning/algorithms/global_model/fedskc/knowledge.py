@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over
+from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over, class_values, or_previous
 from fl_lightning.client.loss_term import Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
@@ -88,9 +88,7 @@ class StructuralKnowledge(SharedKnowledge):
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the merged mean logits per class (Eq. 1). Classes without samples in the round keep the old ones."""
-        values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
-        values = torch.where(known[:, None], values, previous["values"])
-        return {"values": values, "known": known | previous["known"]}
+        return or_previous(*global_knowledge(*class_values(uploads, self.name), self.similar_clients), previous)
 
 
 class ReferenceKnowledge(StructuralKnowledge):
@@ -122,16 +120,10 @@ class ReferenceKnowledge(StructuralKnowledge):
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the merged mean logits per class (Eq. 1), and the mask of the classes with samples in this round."""
-        values, known = global_knowledge(*stacked_knowledge(uploads), self.similar_clients)
+        values, known = global_knowledge(*class_values(uploads, self.name), self.similar_clients)
         return {"values": values, "known": known}
 
 
 def knowledge_class(reference: bool) -> type[StructuralKnowledge]:
     """Return the Python class for structural knowledge, as in the authors' code (`reference`) or in the paper."""
     return ReferenceKnowledge if reference else StructuralKnowledge
-
-
-def stacked_knowledge(uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Stack K clients' mean logits per class, `(K, C, C)`, and the masks of the classes that they have, `(K, C)`."""
-    sections = [upload.message.section(StructuralKnowledge.name) for upload in uploads]
-    return torch.stack([s["values"] for s in sections]), torch.stack([s["known"] for s in sections])
