@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning import data as datasets
+from fl_lightning.data import CIFAR10, CIFAR100
+
+DATASETS = {"CIFAR10": CIFAR10, "CIFAR100": CIFAR100}
 
 
 def first_of_each_class(labels: Tensor, count: int) -> Tensor:
@@ -24,7 +26,7 @@ def first_of_each_class(labels: Tensor, count: int) -> Tensor:
 
 def main(data: str, dataset: str = "CIFAR10", out: str = "cifar_subset.npz", train: int = 400, test: int = 100) -> None:
     """Write the file."""
-    loaded = getattr(datasets, dataset)(data_dir=data).load()
+    loaded = DATASETS[dataset](data_dir=data).load()
     arrays = {}
     for split, inputs, labels, count in (
         ("train", loaded.x_train, loaded.y_train, train),
@@ -38,7 +40,7 @@ def main(data: str, dataset: str = "CIFAR10", out: str = "cifar_subset.npz", tra
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="Folder that contains cifar-10-batches-py or cifar-100-python.")
-    parser.add_argument("--dataset", choices=["CIFAR10", "CIFAR100"], default="CIFAR10")
+    parser.add_argument("--dataset", choices=DATASETS, default="CIFAR10")
     parser.add_argument("--out", default="cifar_subset.npz")
     parser.add_argument("--train", type=int, default=400, help="Number of training images of each class.")
     parser.add_argument("--test", type=int, default=100, help="Number of test images of each class.")

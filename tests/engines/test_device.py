@@ -15,7 +15,7 @@ from fl_lightning.algorithms import FedSKC
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.run_summary import describe_device
 from fl_lightning.data import Digits
-from fl_lightning.engines import worker
+from fl_lightning.engines import worker_parts
 from fl_lightning.engines.checks import warn_of_emulation
 from fl_lightning.engines.device import prefers_channels_last, resident
 from fl_lightning.models import CNN, MLP
@@ -71,7 +71,7 @@ def test_images_are_channels_last_where_convolutions_are_faster(network, kind, p
 
 
 def test_the_format_of_images_is_chosen_once_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "prefers_channels_last", lambda network, device, precision: True)
+    monkeypatch.setattr(worker_parts, "prefers_channels_last", lambda network, device, precision: True)
     for chosen in (None, False, True):
         run = experiment(tmp_path / str(chosen), model=CNN, channels_last=chosen)
         run.check()
