@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral, Real
 from traceback import walk_tb
 
 from fl_lightning.core.terminal import printable
@@ -160,6 +161,8 @@ def check_number(key: str, value: float | None, within: str, fix: str = "") -> N
     """
     if value is None:
         return
+    if not isinstance(value, Real):
+        raise ConfigError(f"{key}: {one_line(repr(value))} is not a number")
     low, high = map(float, within[1:-1].split(","))
     above = value >= low if within[0] == "[" else value > low
     below = value <= high if within[-1] == "]" else value < high
@@ -175,13 +178,15 @@ def check_number(key: str, value: float | None, within: str, fix: str = "") -> N
 
 
 def check_positive(prefix: str = "", **numbers: int | None) -> None:
-    """Raise an error if one of `numbers` is below 1 or above `MOST`, 10^12. None is not checked.
+    """Raise an error if one of `numbers` is not whole, below 1 or above `MOST`, 10^12. None is not checked.
 
     Raises:
         ConfigError: Names the key, with the prefix.
     """
     for name, number in numbers.items():
         check_number(f"{prefix}{name}", number, "[1, inf)")
+        if number is not None and not isinstance(number, Integral):
+            raise ConfigError(f"{prefix}{name}: {number} is not a whole number")
         if number is not None and number > MOST:
             raise ConfigError(f"{prefix}{name}: {number} is above {MOST}")
 

@@ -116,6 +116,20 @@ def test_a_number_is_in_its_interval(within, inside, outside):
             check_number("key", value, within, "fix")
 
 
+@pytest.mark.parametrize("value", ["0.1", [1.0], 1j, "a\nb"])
+def test_what_is_no_number_is_refused(value):
+    for check in (lambda: check_number("key", value, "[0, inf)"), lambda: check_positive(key=value)):
+        with pytest.raises(ConfigError, match=r"^key: [^\n]* is not a number$"):
+            check()
+
+
+@pytest.mark.parametrize("number", [1.5, np.float64(2.0)])
+def test_what_is_counted_is_whole(number):
+    check_positive("algorithm.", rounds=np.int64(2))
+    with pytest.raises(ConfigError, match=rf"^algorithm.rounds: {number} is not a whole number$"):
+        check_positive("algorithm.", rounds=number)
+
+
 @pytest.mark.parametrize("number", [10**12 + 1, 10**30])
 def test_what_is_counted_has_a_bound(number):
     check_positive("algorithm.", rounds=10**12)
