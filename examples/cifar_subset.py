@@ -1,4 +1,4 @@
-"""Write the first images of each class of CIFAR-10 or CIFAR-100 as an `.npz` file for the dataset `Arrays`.
+"""Write a part of CIFAR-10 or CIFAR-100, the first images of each class, as an `.npz` file for the dataset `Arrays`.
 
 With it, the papers' tables can be run with smaller networks on a CPU. `Arrays` scales the images to 0-1.
 
