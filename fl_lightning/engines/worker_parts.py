@@ -1,4 +1,4 @@
-"""What all clients of a run share: the network, the data, the trainer, and the objects that are built from them."""
+"""The parts that all clients of a run share: the network, the data, the trainer, and the objects built from them."""
 
 from __future__ import annotations
 
