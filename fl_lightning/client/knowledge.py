@@ -104,8 +104,8 @@ def class_values(uploads: Sequence[Upload], section: str) -> tuple[Tensor, Tenso
     return torch.stack([each["values"] for each in sections]), torch.stack([each["known"] for each in sections])
 
 
-def or_previous(values: Tensor, known: Tensor, previous: Tensors) -> Tensors:
-    """Return the `values` of the classes and which of them are `known`. Other classes keep their previous values.
+def with_previous(values: Tensor, known: Tensor, previous: Tensors) -> Tensors:
+    """Complete new values of classes with the previous values of other classes. Return `values` and `known` classes.
 
     Args:
         values: New values, `(C, d)`.
@@ -200,7 +200,7 @@ class ClassMeans(SharedKnowledge):
 
         A class for which no client uploaded a mean keeps its previous mean.
         """
-        return or_previous(*mean_over_holders(*class_values(uploads, self.name)), previous)
+        return with_previous(*mean_over_holders(*class_values(uploads, self.name)), previous)
 
 
 def unique_knowledge(pieces: Iterable[SharedKnowledge]) -> list[SharedKnowledge]:

@@ -23,7 +23,8 @@ class OwnNetwork(ClientModule):
     """A client's module that trains a network of the client's own, `own`, beside the shared `backbone`.
 
     Both take a step on each batch. The optimizer, scheduler and gradient clipping of the own network are like those of
-    the shared one, and it uses the same random numbers. Subclasses set `own`, and train it in `train_own`.
+    the shared one, and it uses the same random numbers. Subclasses set `own`, and train it in `train_own`, or both
+    networks in a `training_step` of their own.
 
     Attributes:
         method: The method's name, for error messages.

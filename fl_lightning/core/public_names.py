@@ -8,8 +8,8 @@ from pathlib import Path
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 BASES = {
-    *("Aggregator", "Algorithm", "ClassMeans", "ClientSampler", "Graph", "LogitAdjustment", "LossTerm"),
-    *("SharedKnowledge",),
+    *("Aggregator", "Algorithm", "ClassMeans", "ClientSampler"),
+    *("Graph", "LogitAdjustment", "LossTerm", "SharedKnowledge"),
 }
 """A class in the algorithms folder is public if it is one of these or derives from one."""
 

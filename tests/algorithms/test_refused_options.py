@@ -170,8 +170,8 @@ TIERS = {"clock": DeviceClock(), "round_policy": Tiers(7)}
 MOMENTUM = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
 SCHEDULE = {"lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)}
 UNFIT = [
-    *((method, {}, {"model": Plain}, "model: ") for method in (CCVR, FedGen, FedGH, FedKD)),
-    (FedKD, {"shared_model": Plain}, {}, "model: "),
+    *((method, {}, {"model": Plain}, "model: .*Plain") for method in (CCVR, FedGen, FedGH, FedKD)),
+    (FedKD, {"shared_model": Plain}, {}, "model: .*Plain"),
     (FedBN, {}, {}, "model: FedBN .*MLP"),
     (FedROD, {}, {"model": partial(MLP, head=Head(hidden=(8,)))}, "model.head: FedROD "),
     (FedBABU, {"frozen": ["tail"]}, {}, "algorithm.frozen: 'tail' .*MLP"),

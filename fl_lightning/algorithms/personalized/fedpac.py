@@ -20,7 +20,7 @@ from fl_lightning.algorithms.aggregators import Aggregator, Weighting
 from fl_lightning.algorithms.base import Algorithm, Batches
 from fl_lightning.algorithms.personalized.fedproto import PrototypeAlignment, Prototypes
 from fl_lightning.algorithms.personalized.fedrep import HeadThenBody
-from fl_lightning.client.knowledge import Seen, SharedKnowledge, class_sums_over, or_previous
+from fl_lightning.client.knowledge import Seen, SharedKnowledge, class_sums_over, with_previous
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.arguments import number
@@ -52,7 +52,7 @@ class Centroids(Prototypes):
         sections = [upload.message.section(self.name) for upload in uploads]
         sums, counts = (torch.stack([own[name] for own in sections]).double().sum(dim=0) for name in ("sums", "counts"))
         means = (sums / counts.clamp(min=1)[:, None]).to(sections[0]["sums"].dtype)
-        return or_previous(means, counts > 0, previous)
+        return with_previous(means, counts > 0, previous)
 
 
 class FeatureAlignment(PrototypeAlignment):

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.algorithms.aggregators import Aggregator, WeightedMean
-from fl_lightning.algorithms.global_model.fedskc.knowledge import (
-    StructuralKnowledge,
-    knowledge_class,
-)
+from fl_lightning.algorithms.global_model.fedskc.knowledge import StructuralKnowledge, knowledge_class
 from fl_lightning.client.knowledge import SharedKnowledge, class_values
 from fl_lightning.core.errors import ConfigError, check_number
 from fl_lightning.core.message import Upload

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over, class_values, or_previous
+from fl_lightning.client.knowledge import SharedKnowledge, class_sums, class_sums_over, class_values, with_previous
 from fl_lightning.client.loss_term import Step
 from fl_lightning.client.module import ClientModule
 from fl_lightning.core.errors import check_number
@@ -88,7 +88,7 @@ class StructuralKnowledge(SharedKnowledge):
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Return the merged mean logits per class (Eq. 1). Classes without samples in the round keep the old ones."""
-        return or_previous(*global_knowledge(*class_values(uploads, self.name), self.similar_clients), previous)
+        return with_previous(*global_knowledge(*class_values(uploads, self.name), self.similar_clients), previous)
 
 
 class ReferenceKnowledge(StructuralKnowledge):
