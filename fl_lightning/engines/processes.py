@@ -231,7 +231,7 @@ class StepSender:
         self._send, self._next = send, 0.0
 
     def on_steps(self, done: int, total: int, clients: int) -> None:
-        """Send the steps if the client has begun long ago, and the last message was long ago, too."""
+        """Send the steps if the last message and the client's first step were at least `STEPS` seconds ago."""
         now = time.monotonic()
         if done > 1 and now < self._next:
             return
