@@ -96,6 +96,7 @@ class ProcessesEngine(PoolEngine):
         return self.workers or len(self._places) or max(1, usable_cores() // self.threads)
 
     def _devices(self, worker: Worker) -> list[int]:
+        """Return the numbers of the GPUs that the processes share; none where clients train on another device."""
         device = worker.device
         if device.type != "cuda":
             if self.devices is not None:

@@ -180,6 +180,7 @@ class Node:
         return self._worker, self._states
 
     def _build_worker(self, experiment: str, digest: str) -> Worker:
+        """Build the experiment's worker on this site's data, which must be like that of the other sites."""
         orchestrator = self.build(experiment, digest in self.site.allow)
         described = getattr(orchestrator.scenario.dataset, "described", None)
         if not described or self.site.client >= len(described):
