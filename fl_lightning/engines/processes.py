@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing import connection, get_context, util
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ class Process(PoolWorker):
 
     def describe(self) -> str:
         """Return the id of the worker process and, on Linux, whether it is stopped."""
-        return f"process {self._process.pid}"
+        return f"process {self._process.pid}" + (", stopped" if is_stopped(self._process.pid) else "")
 
     def end(self) -> None:
         """End the worker process by closing its connection. Kill the process if it does not end in time."""
@@ -341,6 +342,15 @@ def end_all(pool_workers: list[PoolWorker]) -> None:
     """End the worker processes of an engine that was not closed. Called when Python exits."""
     for pool_worker in pool_workers:
         pool_worker.end()
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Return whether a process is stopped by a signal such as SIGSTOP. False if the system does not say it in /proc."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state == "T"
 
 
 def usable_cores() -> int:

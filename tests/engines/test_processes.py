@@ -28,7 +28,7 @@ from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, ConfigError, Interrupted
 from fl_lightning.core.round_progress import listen
-from fl_lightning.engines import ProcessesEngine, pool
+from fl_lightning.engines import ProcessesEngine, pool, processes
 from fl_lightning.engines.pool import RemoteTraceback
 from fl_lightning.models import MLP
 
@@ -263,9 +263,21 @@ def test_a_stopped_process_is_reported_and_replaced(tmp_path, engine, monkeypatc
     alone.fit()
     stopped.fit()
     assert (tmp_path / "sigstop").exists()
-    line = next(line for line in capsys.readouterr().err.splitlines() if "has not answered" in line)
-    assert re.search(r"^engine: worker \d \(process \d+\) .* client \d, round 2\.", line)
+    line = next(line for line in capsys.readouterr().err.splitlines() if ", stopped)" in line)
+    assert re.search(r"^engine: worker \d \(process \d+, stopped\) .* client \d, round 2\.", line)
     assert_same_run(alone, stopped)
+
+
+def test_only_a_stopped_process_is_found_to_be_stopped():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not processes.is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert processes.is_stopped(process.pid)
+        finally:
+            process.kill()
+    assert not processes.is_stopped(process.pid)
 
 
 # --- Signals, and what is left ---
