@@ -330,6 +330,7 @@ def _describe(wanted: Mapping[str, Any]) -> str:
 
 
 def _remarks(groups: list[Group], grouping: Grouping) -> list[str]:
+    """Return what limits the comparison: missing values, and settings that differ besides those compared."""
     keys, varied, metric = grouping.keys, grouping.varied, grouping.metric
     remarks = []
     if without := [group for group in groups if group.last is None]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fl_lightning.client.exported import described_objective, rebuilt
 from fl_lightning.client.module import ClientModule
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, one_line, require_extra
 from fl_lightning.core.files import write_atomically
 from fl_lightning.core.inputs import Inputs, Shapes, map_inputs
 from fl_lightning.core.objectives import Classification, Objective
@@ -368,11 +368,8 @@ def check_format(path: Path, key: str = "-o") -> None:
         known = ", ".join(f"{suffix} ({form.name})" for suffix, form in FORMATS.items())
         raise ConfigError(f"{key}: {path} does not end in one of {known}")
     for package in NEEDED if path.suffix == ".onnx" else ():
-        try:
+        with require_extra("onnx", f"{key}: an .onnx file needs {package}"):
             import_module(package)
-        except ImportError as error:
-            fix = "pip install 'fl-lightning[onnx]'"
-            raise ConfigError(f"{key}: an .onnx file needs {package}, which is not installed. {fix}") from error
 
 
 def schema_path(path: Path) -> Path:

@@ -277,6 +277,7 @@ def partition_figure(panels: Panels, width: float | str) -> PaperFigure:
 
 
 def _partition(runs: Sequence[Run]) -> PartitionCounts:
+    """Return the partition that all runs have in common."""
     found: dict[Any, PartitionCounts] = {}
     partitions = {}
     for run in runs:

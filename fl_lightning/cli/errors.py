@@ -140,16 +140,13 @@ def _wrong_class(key: str, message: str) -> str | None:
     if wrong := re.search(pattern, message):
         given = re.search("Given" + VALUE, message)
         path = wrong[1].strip("'") or (given[1] if given else "")
-        return _other_class(key, path) or f"{path} is no {wrong[2]}. {class_choices(key)}"
+        return _hint_for_class(key, path) or f"{path} is no {wrong[2]}. {class_choices(key)}"
     no_class = ("Not a valid subclass", "a subclass spec", "dot import path string:")
     return CLASS_EXPECTED if any(text in message for text in no_class) else None
 
 
-def _other_class(key: str, path: str) -> str | None:
-    """Return our message about a class that a key does not take directly, such as a torch dataset.
-
-    Returns None for other keys, and for classes about which there is no such message.
-    """
+def _hint_for_class(key: str, path: str) -> str | None:
+    """Return how a key takes a class or function that it does not take directly, such as a torch dataset; else None."""
     if key == "model":
         if inspect.isroutine(find_object(path)):
             return f"{path} is a function. Did you mean {as_backbone(path)}?"

@@ -185,15 +185,15 @@ class ClassMeans(SharedKnowledge):
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """Return the client's mean output of each class, `(C, d)`, and a mask of the classes in its data, `(C,)`."""
-        sums, counts = self.tracked or self._passed(module, batches, num_classes)
+        sums, counts = self.tracked or self.output_sums(module, batches, num_classes)
         return {"values": sums / counts.clamp(min=1)[:, None], "known": counts > 0}
 
-    def _passed(
+    def output_sums(
         self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int
     ) -> tuple[Tensor, Tensor]:
-        parts = [class_sums(self.outputs(module.step(batch)), batch[1], num_classes) for batch in batches]
-        sums, counts = (torch.stack(part).sum(dim=0) for part in zip(*parts, strict=True))
-        return sums, counts
+        """Return the sums of the outputs over the samples of each class, `(C, d)`, and the sample counts, `(C,)`."""
+        outputs = ((self.outputs(module.step(batch)), batch[1]) for batch in batches)
+        return class_sums_over(outputs, at_least_float32, num_classes)
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:
         """Average the means that the clients uploaded for each class.

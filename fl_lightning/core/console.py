@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,3 +28,8 @@ class SafeConsole(rich.console.Console):
         """Render an object to segments of text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def table_console() -> SafeConsole:
+    """Return a console for wide tables, which does not wrap their lines in a file."""
+    return SafeConsole(width=None if sys.stdout.isatty() else 1000)

@@ -215,7 +215,7 @@ def require_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"{what}; pip install 'fl-lightning[{extra}]'") from error
+        raise ConfigError(f"{what} ({one_line(error)}). Run: pip install 'fl-lightning[{extra}]'") from error
 
 
 @contextmanager

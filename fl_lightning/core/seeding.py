@@ -112,17 +112,21 @@ class RandomStates:
         states = zip(self._generators, self._torch, strict=True)
         return all(torch.equal(one.get_state(), state) for one, state in states) and _others() == self._others
 
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Context that sets the global generators to the saved states, and saves their new states at its end."""
+    def restore(self) -> None:
+        """Set the global generators to the saved states."""
         python, (kind, words, *rest) = self._others
         random.setstate(python)
         np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))
-        with self.drawing_torch():
-            try:
-                yield
-            finally:
-                self._others = _others()
+        self._restore_torch()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Context that sets the global generators to the saved states, and saves their new states at its end."""
+        self.restore()
+        try:
+            yield
+        finally:
+            self.keep()
 
     @contextmanager
     def drawing_torch(self) -> Iterator[None]:
@@ -130,12 +134,15 @@ class RandomStates:
 
         This is faster than `drawing`, which also switches the generators of Python and NumPy.
         """
-        for generator, state in zip(self._generators, self._torch, strict=True):
-            generator.set_state(state)
+        self._restore_torch()
         try:
             yield
         finally:
             self._keep_torch()
+
+    def _restore_torch(self) -> None:
+        for generator, state in zip(self._generators, self._torch, strict=True):
+            generator.set_state(state)
 
     def _keep_torch(self) -> None:
         self._torch = [generator.get_state() for generator in self._generators]

@@ -149,6 +149,7 @@ class _Checker:
         return reason or self._check_node(event)
 
     def _check_node(self, event: Any) -> str | None:
+        """Count a node with all that its aliases stand for; return what is refused about it."""
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.sizes:
                 return f"*{event.anchor} refers to no anchor, or to itself"

@@ -94,6 +94,7 @@ class Arrays(Dataset):
         return {name: read_mapped(folder / f"{name}.npy") for name in present}
 
     def _labels(self, name: str, values: np.ndarray) -> Tensor:
+        """Return targets (float), class numbers (integers), or flags and masks (uint8)."""
         if np.issubdtype(values.dtype, np.floating):
             with np.errstate(over="ignore"):
                 return torch.from_numpy(np.array(values, np.float32))

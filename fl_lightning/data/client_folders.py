@@ -42,7 +42,7 @@ def write_client_folders(folder: Path, data: FederatedData) -> None:
     for client, shard in enumerate(data.shards):
         write_client(folder / f"client-{client}", client, loaded, shard, isinstance(data.objective, Classification))
     x, y = loaded.x_test, loaded.y_test
-    _write_arrays(folder / "test", loaded, x[:1], y[:1], x, y)
+    _write_arrays(folder / "test", loaded, x[:1], y[:1], x, y)  # a dataset needs a training sample, even if unused
 
 
 def write_client(folder: Path, client: int, data: LoadedData, shard: Shard, has_classes: bool) -> None:

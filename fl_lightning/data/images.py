@@ -17,7 +17,7 @@ from torchvision.datasets.utils import download_and_extract_archive
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.functional import InterpolationMode, rotate
 
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, require_extra
 from fl_lightning.data.datasets import Dataset
 from fl_lightning.data.files import (
     BadFile,
@@ -334,13 +334,8 @@ class PathMNIST(ImageDataset):
             return channels_first(torch.from_numpy(images)), column.squeeze(1) if column.ndim == 2 else column
 
     def _fetch(self) -> None:
-        try:
+        with require_extra("medmnist", "scenario.dataset.download: PathMNIST is downloaded by the package medmnist"):
             import medmnist
-        except ImportError as error:
-            raise ConfigError(
-                "scenario.dataset.download: PathMNIST is downloaded by the package medmnist. "
-                "Install it with: pip install fl-lightning[medmnist]"
-            ) from error
         Path(self.data_dir).mkdir(parents=True, exist_ok=True)
         medmnist.PathMNIST(split="train", root=self.data_dir, download=True)
 

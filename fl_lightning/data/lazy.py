@@ -115,8 +115,7 @@ class LazySamples:
                 [self._item(row, seed) for row, seed in zip(rows, rows if seeds is None else seeds, strict=True)]
             )
         finally:
-            with outside.drawing():  # sets the states back
-                pass
+            outside.restore()
 
     def batches(self, order: Tensor, size: int, seed: Callable[[int], int] | None = None) -> Iterator[Tensor]:
         """Read samples in batches. Another thread reads the next batch, unless reading draws random numbers.

@@ -234,6 +234,7 @@ class Scenario:
             warnings.warn(f"scenario.dataset.client: {what}. {fix}", stacklevel=2)
 
     def _split(self, data: LoadedData, labels: np.ndarray, rng: np.random.Generator) -> ClientSplits:
+        """Split the data by the partition, which may be a user's own, and check what it returns."""
         who = self.partition.error_prefix
         with naming_class(who):
             splits = self.partition.split_dataset(data, labels, self.clients, rng)

@@ -86,6 +86,7 @@ class AutoEngine(Engine):
         return engine
 
     def _choose(self, worker: Worker, tasks: Sequence[Task]) -> None:
+        """Choose the engine that is fastest on the first tasks: sequential unless another one is clearly faster."""
         sequential = self._here["sequential"]
         seconds_a_task(sequential, worker, tasks[:1])  # warm-up
         once = seconds_a_task(sequential, worker, tasks[:FIRST_TASKS])

@@ -128,6 +128,10 @@ def can_reset(module: ClientModule, shared: Iterable[str]) -> bool:
 
     Its weights must be of one type and ordinary tensors, and its parts may only have attributes that can be restored.
     A subclass of `ClientModule` may have other attributes.
+
+    Args:
+        module: The module.
+        shared: The names of the weights that clients exchange.
     """
     if type(module) is not ClientModule:
         return False

@@ -14,20 +14,17 @@ from fl_lightning.data.lazy import LazySamples
 from fl_lightning.models import Backbone
 
 
-def resident(data: LoadedData, device: torch.device, room: int | None = None) -> LoadedData:
-    """Return the dataset on the training device, or unchanged if it does not fit there.
+def resident(data: LoadedData, device: torch.device) -> LoadedData:
+    """Return the dataset on the training device, or unchanged if it takes more than half of the free memory there.
 
     Args:
         data: The dataset, in the computer's memory.
         device: Where clients train.
-        room: Bytes that the data may take there; half of what is free by default.
     """
     if device.type == "cpu" or isinstance(data.x_train, LazySamples):
         return data
     tensors = {name: getattr(data, name) for name in ("x_train", "y_train", "x_test", "y_test")}
-    if room is None:
-        room = free_memory(device) // 2
-    if sum(value.nbytes for value in tensors.values()) > room:
+    if sum(value.nbytes for value in tensors.values()) > free_memory(device) // 2:
         return data
     return replace(data, **{name: value.to(device) for name, value in tensors.items()})
 

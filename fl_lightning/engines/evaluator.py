@@ -32,7 +32,7 @@ from fl_lightning.engines.base import Engine
 from fl_lightning.engines.client_order import ClientOrder, Done
 from fl_lightning.engines.trainer import inference
 from fl_lightning.engines.worker import Worker
-from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, measured
+from fl_lightning.evaluation.evaluation import Evaluation, architecture_means, evaluation_metrics
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.models.mixed import networks_of
@@ -196,7 +196,8 @@ class Evaluator:
         module = self.global_module(round) if has_one else None
         shared = self._score(module) if module else None
         new = self._new_client_results(round, module)
-        row = measured(shared, scores, on_global, [result.local for result in new if result.local], trained)
+        on_new = [result.local for result in new if result.local]
+        row = evaluation_metrics(shared, scores, on_global, on_new, trained)
         row |= self._architecture_means(scores)
         row |= {} if self.trains_new_clients else self._count_untrained(new, "new_client")
         if shared and isinstance(self.server.algorithm, Calibrates):

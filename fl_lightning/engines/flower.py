@@ -233,9 +233,7 @@ class FlowerEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the run's id and the rounds of each client's stored states, as `state_dict` returned them."""
         if "run" in state:
-            texts = {int(key): text for key, text in state.items() if key.isdecimal()}  # older checkpoints
-            old = {client: [int(round) for round in text.split()] for client, text in texts.items()}
-            self._run, self._trained = state["run"], dict(state.get("trained", old))
+            self._run, self._trained = state["run"], dict(state["trained"])
 
     def _send(self, link: ClientLink, one: Waiting) -> None:
         task = one.task

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
@@ -159,31 +160,25 @@ def unpack_result(task: Task, contents: Contents, public: str | None) -> Result:
     starts = *["upload/"] * task.upload, *["public/"] * (public is not None), "losses/", "logged/", "local/"
     if unknown := [name for name in (*contents.tensors, *contents.numbers) if not name.startswith(starts)]:
         raise BadMessage(f"the answer has more than that of the task, such as {quote(unknown[0])}")
-    tensors, numbers = (Sections(part) for part in (contents.tensors, contents.numbers))
-    upload = Message(tensors["upload"], numbers["upload"]) if task.upload else None
-    memory = {public: shared} if public and (shared := tensors["public"]) else {}
+    tensors, numbers = (partial(without_prefix, entries=part) for part in (contents.tensors, contents.numbers))
+    upload = Message(tensors("upload"), numbers("upload")) if task.upload else None
+    memory = {public: shared} if public and (shared := tensors("public")) else {}
     local, n = None, contents.numbers.get("local/n")
     if n is not None:
         if not isinstance(n, int):
             raise BadMessage("the answer's number of test samples is no whole number")
-        local = Score(n, numbers["local/values"])
-    losses, logged = numbers["losses"], numbers["logged"]
+        local = Score(n, numbers("local/values"))
+    losses, logged = numbers("losses"), numbers("logged")
     result = Result(task.client, task.download.nbytes, upload, memory, losses, logged, local)
     return replace(result, untrained=contents.values.get("untrained") is True)
-
-
-class Sections:
-    """View of a mapping by name prefix: `sections["upload"]` returns the entries whose names begin with `upload/`."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        self.entries = entries
-
-    def __getitem__(self, section: str) -> dict[str, Any]:
-        """Return the entries whose names begin with `section/`, with this prefix removed from the names."""
-        start = f"{section}/"
-        return {name.removeprefix(start): value for name, value in self.entries.items() if name.startswith(start)}
 
 
 def with_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries with `prefix/` before each name."""
     return {f"{prefix}/{name}": value for name, value in entries.items()}
+
+
+def without_prefix(prefix: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries whose names begin with `prefix/`, without this beginning."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): value for name, value in entries.items() if name.startswith(start)}

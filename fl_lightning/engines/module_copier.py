@@ -73,6 +73,7 @@ class ModuleCopier(Generic[M]):
         return KeyUnpickler(io.BytesIO(self._structure), part).load()
 
     def _pickle_structure(self) -> bytes:
+        """Pickle the module with a number in place of each tensor and shared value, which go to `_parts`."""
         numbers: dict[int, int] = {}
 
         def number_of(value: Any) -> int | None:

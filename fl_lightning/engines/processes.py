@@ -97,6 +97,7 @@ class ProcessesEngine(PoolEngine):
         return self.workers or len(self._places) or max(1, usable_cores() // self.threads)
 
     def _devices(self, worker: Worker) -> list[int]:
+        """Return the numbers of the GPUs that the processes share; none where clients train on another device."""
         device = worker.device
         if device.type != "cuda":
             if self.devices is not None:
@@ -231,7 +232,7 @@ class StepSender:
         self._send, self._next = send, 0.0
 
     def on_steps(self, done: int, total: int, clients: int) -> None:
-        """Send the steps if the client has begun long ago, and the last message was long ago, too."""
+        """Send the steps if the last message and the client's first step were at least `STEPS` seconds ago."""
         now = time.monotonic()
         if done > 1 and now < self._next:
             return

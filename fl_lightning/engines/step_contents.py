@@ -51,7 +51,7 @@ class ClientStep(nn.Module):
     def __init__(self, client: ClientModule) -> None:
         super().__init__()
         self.client, self.held = client, nn.ModuleList()
-        walked = list(client.modules())
+        walked = list(client.modules())  # whose attributes may contain modules that are not registered
         for module in walked:  # the list grows in the loop
             for leaf in leaves(attributes(module)).values():
                 if isinstance(leaf, nn.Module) and not any(leaf is one for one in walked):

@@ -142,8 +142,7 @@ class Worker(WorkerParts):
             batch = next(iter(self.client_data.ordered_batches(None, one_width=False)))
             return obstacle_to_vmap(module, batch, self.idle_trainer.precision_plugin.train_step_context)
         finally:
-            with states.drawing():  # sets them back
-                pass
+            states.restore()
 
     def fit(self, module: ClientModule, task: Task) -> tuple[torch.optim.Optimizer, dict[str, float]]:
         """Train a client's module with a new `Trainer`. Return its optimizer, and the metrics that callbacks logged."""

@@ -88,7 +88,7 @@ def check_network(worker: Worker, scaled: bool) -> None:
         warn_of_unused_optimizer(module)
         check_own_training(worker, ClientTrainerView(trainer, trainer, work))
     check_schedules(worker, works, scaled)
-    begin_fit(worker, module, longest)
+    begin_trial_fit(worker, module, longest)
     batch = next(iter(worker.client_data.ordered_batches(None)))
     check_forward_pass(worker, module, *batch)
     if worker.training.dp_sgd:
@@ -129,8 +129,8 @@ def check_schedules(worker: Worker, works: Sequence[LocalWork], scaled: bool) ->
     check_schedule(module, trainer, works, scaled, worker.training.lr_scheduler_rounds)
 
 
-def begin_fit(worker: Worker, module: ClientModule, work: LocalWork) -> None:
-    """Build a module's schedule, and begin its loss terms, as at the start of a client's fit."""
+def begin_trial_fit(worker: Worker, module: ClientModule, work: LocalWork) -> None:
+    """Check a module's schedule and loss terms by beginning a fit of `work` steps, as if each class had a sample."""
     trainer, classes = worker.idle_trainer, worker.data.objective.stratum_count(worker.data.data.num_classes)
     with blame("lr_scheduler"):
         if not module.has_own_optimizer:

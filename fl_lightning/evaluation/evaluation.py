@@ -195,7 +195,7 @@ class ScoreAccumulator:
         return Score(self.n, self.objective.metrics(named) | defined)
 
 
-def measured(
+def evaluation_metrics(
     shared: Score | None,
     own: Mapping[int, Score],
     on_global: Sequence[Score] = (),

@@ -111,7 +111,7 @@ class Node:
         digest = sha256([loaded.x_train, loaded.y_train, shard.train, shard.test])  # type: ignore[list-item]
         self.description = describe(loaded, shard, digest)
         self._worker: Worker | None = None
-        self._context = copy_context()  # restrictions of what the experiment may import end with it
+        self._context = copy_context()
         self._states: ClientStates | None = None
         self._experiment = self._run = ""
 
@@ -163,6 +163,8 @@ class Node:
     def _open(self, experiment: str, run: str) -> tuple[Worker, ClientStates]:
         """Load an experiment and open the client's stored states of a run. What is loaded already is reused.
 
+        Each experiment has a context of its own, with which the restrictions of what it may import end.
+
         Returns:
             The `Worker` (model, data and options of the experiment), and the storage of the client's states.
         """
@@ -178,6 +180,7 @@ class Node:
         return self._worker, self._states
 
     def _build_worker(self, experiment: str, digest: str) -> Worker:
+        """Build the experiment's worker on this site's data, which must be like that of the other sites."""
         orchestrator = self.build(experiment, digest in self.site.allow)
         described = getattr(orchestrator.scenario.dataset, "described", None)
         if not described or self.site.client >= len(described):

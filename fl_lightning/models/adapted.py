@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from fl_lightning.core.arguments import FieldsMixin, number
-from fl_lightning.core.errors import ConfigError, one_line
+from fl_lightning.core.errors import ConfigError, require_extra
 from fl_lightning.core.inputs import Shapes
 from fl_lightning.models.base import Backbone, ModelFactory, NetworkFactory, with_encoder
 from fl_lightning.models.wrapped import build_network
@@ -106,12 +106,9 @@ class Adapted(Backbone):
         base: ModelFactory | NetworkFactory,
         adapter: Adapter,
     ) -> None:
-        try:
+        with require_extra("transformers", "model: Adapted needs the package peft"):
             from peft import inject_adapter_in_model
             from transformers.pytorch_utils import Conv1D
-        except ImportError as error:
-            fix = "Run pip install 'fl-lightning[transformers]'"
-            raise ConfigError(f"model: Adapted needs the package peft ({one_line(error)}). {fix}.") from error
         network = with_encoder(build_network(base, in_shape, num_classes))
         super().__init__(network.encoder, network.head, network.feature_dim, network.predictor)
         self.new_layers = tuple(saved_layers(self, adapter.modules_to_save, network.new_layers))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.core.errors import ConfigError, check_number, one_line
+from fl_lightning.core.errors import ConfigError, check_number, one_line, require_extra
 from fl_lightning.core.inputs import Inputs, Shapes
 from fl_lightning.core.trusted_imports import require_trust
 from fl_lightning.models.base import Backbone
@@ -170,11 +170,8 @@ def load_network(
     Raises:
         ConfigError: The model cannot be loaded, or `transformers` is not installed.
     """
-    try:
+    with require_extra("transformers", "model: Pretrained needs the package transformers"):
         import transformers
-    except ImportError as error:
-        fix = "Run pip install 'fl-lightning[transformers]'"
-        raise ConfigError(f"model: Pretrained needs the package transformers ({one_line(error)}). {fix}.") from error
     if not (download or Path(path).is_dir()):
         fix = "Give a folder with config.json, or set model.download to true"
         raise ConfigError(f"model.path: folder {path!r} not found. {fix}.")

@@ -206,8 +206,6 @@ class CheckpointFolder:
         """Read a round's `manifest.json`, verify the checksum in it, and return the rest of the content."""
         path = (self._folder(round) / MANIFEST).relative_to(self.path.parent)
         content = json.loads(read_file(path_below(self.path.parent, path)))
-        if "seal" not in content:
-            raise ValueError("it was written by an earlier version of fl-lightning and cannot be read")
         manifest = {name: value for name, value in content.items() if name != "checksum"}
         if content.get("checksum") != _own_checksum(manifest) or manifest["round"] != round:
             raise ValueError(f"{MANIFEST} does not match its checksum")

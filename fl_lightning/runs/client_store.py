@@ -130,6 +130,7 @@ class ClientStore(Mapping[int, State]):
                     path.unlink()
 
     def _write(self, stored: StoredState) -> str:
+        """Write a state that is in no file yet; return the checksum of its file."""
         if stored.checksum is None:
             assert stored.memory is not None
             path = self.run_dir / stored.file

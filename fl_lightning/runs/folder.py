@@ -8,7 +8,6 @@ import re
 import secrets
 import shutil
 import socket
-import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -109,12 +108,11 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def lock_owner(folder: Path) -> str:
-    """Return the process that holds a folder's lock: `process <id> on <machine>`, or `another process` if unknown."""
-    for _ in range(10):  # the process that has just locked it may not have written its id yet
-        with suppress(OSError, UnicodeDecodeError):
-            if not _has_ended(owner := read_file(folder / OWNER).decode()):
-                return owner
-        time.sleep(0.1)
+    """Return the process that locked a folder last: `process <id> on <machine>`, or `another process` if unknown."""
+    with suppress(OSError, UnicodeDecodeError):
+        owner = read_file(folder / OWNER).decode()
+        if re.fullmatch(r"process [0-9]{1,9} on .*", owner):
+            return owner
     return "another process"
 
 
@@ -133,21 +131,6 @@ def is_locked(folder: Path) -> bool | None:
         return True
     except OSError:
         return None
-    return False
-
-
-def _has_ended(owner: str) -> bool:
-    """Return whether the text in a lock's owner file is invalid, or names a process of this machine that has ended."""
-    match = re.fullmatch(r"process ([0-9]{1,9}) on (.*)", owner)
-    if not match:
-        return True
-    try:
-        if match[2] == socket.gethostname():
-            os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # the process runs as another user
-        return False
     return False
 
 

@@ -88,7 +88,7 @@ def read_counts(path: Path, split: str = "train") -> PartitionCounts:
         ValueError: The file has another format.
     """
     header, rows = _read_split(path, split)
-    last = len(header) - (header[-1] in ("name", "id"))  # older files call the column `id`
+    last = len(header) - (header[-1] == "name")
     end = last - (header[last - 1] == ARCHITECTURE)
     counts = [[int(cell) for cell in cells[2:end]] for cells in rows]
     if end < 3 or min(map(min, counts)) < 0:

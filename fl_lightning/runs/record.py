@@ -203,6 +203,7 @@ class Record:
             self._begin(config, labels, description)
 
     def _begin(self, config: dict[str, Any] | None, labels: Labels, description: dict[str, Any]) -> None:
+        """Do what `begin` says in the locked folder. If the files cannot be written, the loggers end as failed."""
         round = self.first_round = self.run.round
         if self.log_clients is None:
             self.log_clients = logs_clients_by_default(len(self._data.shards))

@@ -68,7 +68,8 @@ def method_styles(groups: Sequence[tuple[str, str]]) -> list[Style]:
     methods, settings = (list(dict.fromkeys(each)) for each in zip(*groups, strict=True))
     colours = method_colours(methods)
     if len(methods) == 1:
-        return [Style(colours[methods[0]] + i, i, i, i // len(COLOURS)) for i in range(len(groups))]
+        colour = colours[methods[0]]
+        return [Style(colour + i, line=i, marker=i, dash=i // len(COLOURS)) for i in range(len(groups))]
     styles = []
     for method, others in groups:
         number, line = methods.index(method), settings.index(others)

@@ -92,6 +92,7 @@ class WarningsTxt:
         return f"sha256:{hashlib.sha256(b''.join(lines)).hexdigest()}"
 
     def _note(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        """Show a warning as before and add its line to the file, which has at most 2 * `most` lines at any time."""
         self._shown(message, *args, **kwargs)
         text = one_line(message)[: self.longest]
         if self._waiting is not None:

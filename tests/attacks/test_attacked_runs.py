@@ -327,8 +327,17 @@ def test_the_success_rate_of_trained_clients_is_that_of_the_round_in_all_engines
 
 
 def test_the_calibrated_model_is_attacked(tmp_path):
-    one = finished(tmp_path / "run", CCVR(), adversary=Backdoor(clients=ATTACKERS), **TWO_ROUNDS | {"rounds": 1})
-    assert 0 <= one.csv.rows[0]["attack/success_rate"] <= 1
+    attack = Backdoor(clients=ATTACKERS, target=3)
+    one = finished(tmp_path / "run", CCVR(), adversary=attack, **TWO_ROUNDS | {"rounds": 1})
+    data = one.data.data
+    x = data.x_test[data.y_test != 3].clone()
+    x[:, :, 5:, 5:] = data.x_train.max()
+    modules = one.evaluator.global_module(1), one.worker.modules.build_shared(one.state["model"])
+    with torch.no_grad():
+        outputs = [module.eval()(data.prepare(x)) for module in modules]
+    calibrated, plain = (float((each.argmax(dim=1) == 3).double().mean()) for each in outputs)
+    assert one.csv.rows[0]["attack/success_rate"] == pytest.approx(calibrated)
+    assert calibrated != plain
 
 
 def test_participants_are_counted_by_round(tmp_path):

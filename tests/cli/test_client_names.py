@@ -26,7 +26,7 @@ from fl_lightning.data.transforms import Normalize
 from fl_lightning.engines.evaluator import results_of
 from fl_lightning.runs.csv_reader import read_rows
 from fl_lightning.runs.metrics_csv import ClientsCsv
-from fl_lightning.runs.partition import read_counts, read_names
+from fl_lightning.runs.partition import read_names
 
 CONFIG = """
 rounds: 2
@@ -148,14 +148,6 @@ def test_a_failed_evaluation_has_the_name_of_the_client() -> None:
     engine: Any = SimpleNamespace(run=lambda worker, tasks, done: done(failed))
     with pytest.raises(ClientFailure, match=r"client 1 \(south\), round 3: RuntimeError: no batch"):
         results_of(engine, worker, Tasks([1], []))
-
-
-def test_the_column_of_names_of_older_runs_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "partition.csv"
-    path.write_text("client,split,class_0,class_1,id\n0,train,3,4,north\n1,train,5,6,south\n")
-    counts, names = read_counts(path)
-    assert counts.tolist() == [[3, 4], [5, 6]]
-    assert names == (["north", "south"], ())
 
 
 @pytest.mark.parametrize("clients", [20, 21])

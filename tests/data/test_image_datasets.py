@@ -93,7 +93,7 @@ def test_a_download_of_pathmnist_without_the_package_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "medmnist", None)
-    assert "pip install fl-lightning[medmnist]" in refusal(PathMNIST(str(tmp_path), download=True))
+    assert "pip install 'fl-lightning[medmnist]'" in refusal(PathMNIST(str(tmp_path), download=True))
 
 
 def test_files_are_downloaded_only_if_they_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fl_lightning.algorithms import FedSKC
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.callbacks.run_summary import describe_device
 from fl_lightning.data import Digits
-from fl_lightning.engines import worker_parts
+from fl_lightning.engines import device, worker_parts
 from fl_lightning.engines.checks import warn_of_emulation
 from fl_lightning.engines.device import prefers_channels_last, resident
 from fl_lightning.models import CNN, MLP
@@ -23,12 +23,14 @@ from fl_lightning.models import CNN, MLP
 ELSEWHERE = torch.device("meta")
 
 
-def test_data_move_to_the_device_that_trains_if_there_is_room():
+def test_data_move_to_the_device_that_trains_if_there_is_room(monkeypatch):
     data = Digits().load()
     size = sum(t.numel() * t.element_size() for t in (data.x_train, data.y_train, data.x_test, data.y_test))
     assert resident(data, torch.device("cpu")) is data
-    assert resident(data, ELSEWHERE, room=size - 1) is data
-    moved = resident(data, ELSEWHERE, room=size)
+    monkeypatch.setattr(device, "free_memory", lambda _: 2 * size - 1)
+    assert resident(data, ELSEWHERE) is data
+    monkeypatch.setattr(device, "free_memory", lambda _: 2 * size)
+    moved = resident(data, ELSEWHERE)
     assert {t.device for t in (moved.x_train, moved.y_train, moved.x_test, moved.y_test)} == {ELSEWHERE}
     assert moved.num_classes == data.num_classes
 

@@ -208,8 +208,8 @@ class MeasuredModule(ClientModule):
         super().__init__(*args, **options)
         self.critical = False
         self.received: Tensors = {}
-        self._squares: Tensor | None = None
-        self._epochs, self._lr = 1, 0.0
+        self._squares: Tensor | None = None  # the sum of `|g|²` over the steps so far
+        self._epochs, self._lr = 1, 0.0  # begun epochs, and the last learning rate
 
     def check_fit(self) -> None:
         """Raise an error if parameters have different learning rates, because the gradient norm is scaled by one."""

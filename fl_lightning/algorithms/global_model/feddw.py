@@ -104,6 +104,7 @@ class SoftLabels(SharedKnowledge):
         return {"values": merge_soft_labels(local, counts, previous["values"]), "counts": counts.sum(dim=0)}
 
     def _merge_all_rounds(self, previous: Tensors, local: Tensor, counts: Tensor) -> Tensors:
+        """Return the next matrix as in the authors' code: the mean of the last one and the average over all rounds."""
         identity = torch.eye(len(previous["values"]))
         earlier, seen = previous.get("mean", identity), previous["counts"]
         mean = merge_soft_labels(torch.cat([earlier[None], local]), torch.cat([seen[None], counts]), identity)

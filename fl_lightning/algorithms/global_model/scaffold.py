@@ -80,10 +80,10 @@ class ControlVariates(LossTerm):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lr = 0.0
-        self._server: Tensors = {}
-        self._own: Tensors = {}
-        self._starts: Tensors = {}
-        self._corrections: Tensors = {}
+        self._server: Tensors = {}  # c
+        self._own: Tensors = {}  # c_i
+        self._starts: Tensors = {}  # x; empty before the first fit
+        self._corrections: Tensors = {}  # c - c_i
 
     def load(self, server: Tensors) -> None:
         """Store the server's control variate `c` as received. Missing entries are zero."""

@@ -41,7 +41,7 @@ class Centroids(Prototypes):
 
     def summarize(self, module: ClientModule, batches: Iterable[tuple[Tensor, Tensor]], num_classes: int) -> Tensors:
         """Return the client's sum of features and number of samples for each class, `(C, d)` and `(C,)`."""
-        sums, counts = self._passed(module, batches, num_classes)
+        sums, counts = self.output_sums(module, batches, num_classes)
         return {"sums": sums, "counts": counts}
 
     def merge(self, previous: Tensors, uploads: Sequence[Upload], round: Round) -> Tensors:

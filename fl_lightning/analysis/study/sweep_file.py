@@ -132,10 +132,6 @@ class Sweep:
         values = [f"--{key}={word}" for key, word in settings.items()]
         return (*self.words, *values, *([] if seed is None else [f"--seed={seed}"]), *self.words_after)
 
-    def runs(self, folder: Path) -> dict[Path, int | None]:
-        """Return the run folders of a trial, each with the seed of its run, given the trial's folder."""
-        return {folder / f"seed_{seed}": seed for seed in self.seeds} or {folder: None}
-
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameter values of all trials of a grid search; the last parameter varies fastest."""
         values = [parameter.values or [] for parameter in self.parameters.values()]

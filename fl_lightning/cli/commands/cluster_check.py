@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import build
-from fl_lightning.core.console import SafeConsole
+from fl_lightning.core.console import table_console
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.terminal import echo, print_to_stderr
 from fl_lightning.engines import RayEngine
@@ -34,10 +34,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         raise ConfigError("engine: cluster-check needs a Ray cluster. Add --engine ray, and --engine.address.")
     machines = find_machines(engine, DataSource(orchestrator.scenario, orchestrator.seed))
     ours = version_finder()(PACKAGES)
-    console = SafeConsole()
-    if not console.is_terminal:  # do not wrap lines in a file
-        console = SafeConsole(width=200)
-    console.print(machines_table(machines))
+    table_console().print(machines_table(machines))
     problems = [line for machine in machines for line in machine.problems(ours)]
     for line in problems:
         print_to_stderr(f"problem: {line}")

@@ -14,7 +14,7 @@ from fl_lightning.analysis.summary_tables import partition_table
 from fl_lightning.callbacks.plots import write_png
 from fl_lightning.cli.commands.fit import expand
 from fl_lightning.cli.experiment import instantiate
-from fl_lightning.core.console import SafeConsole
+from fl_lightning.core.console import table_console
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.names import Names, labels
 from fl_lightning.core.terminal import echo
@@ -42,11 +42,8 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
         echo(schema.summary())
     counts, test_counts = map(data.all_class_counts, ("train", "test"))
     names = names_of_everybody(data)
-    console = SafeConsole()
-    if not console.is_terminal:  # do not wrap lines in a file
-        console = SafeConsole(width=1000)
     echo("training samples by client" + " and class" * data.objective.classes)
-    console.print(partition_table(counts, test_counts, names), no_wrap=True)
+    table_console().print(partition_table(counts, test_counts, names), no_wrap=True)
     if given.out:
         out = Path(given.out)
         try:

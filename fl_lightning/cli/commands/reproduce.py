@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fl_lightning.cli.command_line import read_command_line
 from fl_lightning.cli.errors import readable_errors
 from fl_lightning.cli.jobs import run_missing
 from fl_lightning.cli.options import command_parser
-from fl_lightning.core.console import SafeConsole
+from fl_lightning.core.console import table_console
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy_import import load
 from fl_lightning.core.terminal import echo
@@ -40,8 +39,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
             failed = run_missing(list(dict.fromkeys(jobs.values())), out, given.workers, given.threads)
     reproduction = Reproduction(table, jobs, {ended.job.folder: ended.reason for ended in failed})
     if given.format == "table":
-        console = SafeConsole(width=None if sys.stdout.isatty() else 1000)  # do not wrap lines in a file
-        console.print(as_text(reproduction, scale, overrides))
+        table_console().print(as_text(reproduction, scale, overrides))
     else:
         echo(as_csv(reproduction) if given.format == "csv" else as_markdown(reproduction, scale, overrides))
     return 1 if failed else 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fl_lightning.core.errors import ConfigError
-from fl_lightning.core.objectives.base import Objective, Reduction, describe_tensor
+from fl_lightning.core.objectives.base import Objective, Reduction, check_range, describe_tensor
 
 
 class Classification(Objective):
@@ -55,11 +55,7 @@ class Classification(Objective):
         if labels.dtype != torch.int64 or labels.ndim != 1:
             fix = "" if labels.is_floating_point() or labels.ndim != 1 else ". Convert it to int64"
             raise ValueError(f"needs one whole number per sample, got {describe_tensor(labels)}{fix}")
-        low, high = map(int, labels.aminmax()) if len(labels) else (0, -1)
-        if low < 0:
-            raise ValueError(f"holds label {low}. Labels count from 0")
-        if high >= outputs:
-            raise ValueError(f"holds label {high}, which is out of range for num_classes {outputs}")
+        check_range(labels, outputs)
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the number of correct predictions (`acc`) and the summed cross-entropy (`loss`) of a batch."""
