@@ -118,10 +118,12 @@ class RoundCallback(Capable):
     Attributes:
         keeps_no_uploads: Whether `on_client_end` keeps no tensor of the upload, whose memory is then used for the next
             client. A subclass that overrides `on_client_end` can set it.
+        initial_state: The state before the first run, from which each new run starts. The orchestrator sets it.
     """
 
     capabilities: ClassVar = {"keeps_no_uploads": ("on_client_end",)}
     keeps_no_uploads: bool = True
+    initial_state: dict[str, Any] | None = None
 
     @property
     def stops(self) -> bool:

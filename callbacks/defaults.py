@@ -1,4 +1,4 @@
-"""Functions for the callbacks of a run: add the default ones, check config keys, save and restore states."""
+"""Functions for the callbacks of a run: add the default ones, check config keys, save, restore and reset states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_lightning.callbacks.communication import CommunicationMeter
 from fl_lightning.callbacks.monitor import Monitor
 from fl_lightning.callbacks.progress import RoundProgress
 from fl_lightning.callbacks.record_privacy import RecordPrivacy
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_instance
 from fl_lightning.engines.client_callbacks import refused
 
 
@@ -53,6 +53,7 @@ def refuse_misplaced(callbacks: Sequence[object], client_callbacks: Sequence[obj
     """
     kinds = {"callbacks": (callbacks, RoundCallback), "client_callbacks": (client_callbacks, Callback)}
     for key, (given, kind) in kinds.items():
+        check_instance(key, given, list | tuple, "Give a list, such as [EarlyStopping()]")
         for one in given:
             if not isinstance(one, kind):
                 reason = describe_misplaced(type(one)) or f"{type(one).__name__} is not a callback"
@@ -90,3 +91,17 @@ def restore(callbacks: Sequence[RoundCallback], saved: Mapping[str, dict[str, An
     for name, callback in by_name(callbacks).items():
         if name in saved:
             callback.load_state_dict(saved[name])
+
+
+def keep_initial_states(callbacks: Sequence[RoundCallback]) -> None:
+    """Store on each callback its state before its first run, for `reset`."""
+    for callback in callbacks:
+        if callback.initial_state is None:
+            callback.initial_state = copy.deepcopy(callback.state_dict())
+
+
+def reset(callbacks: Sequence[RoundCallback]) -> None:
+    """Set callbacks back to their state before their first run, because an object can be used in several runs."""
+    for callback in callbacks:
+        if callback.initial_state is not None:
+            callback.load_state_dict(copy.deepcopy(callback.initial_state))

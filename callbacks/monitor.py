@@ -56,7 +56,7 @@ class Monitor(RoundCallback):
     def __init__(self, monitor: str | None, mode: Literal["auto", "max", "min"]) -> None:
         if mode not in ("auto", "max", "min"):
             raise ConfigError(f"{self._key('mode')}: {mode!r} is not auto, max or min")
-        self.monitor, self.metric, self.mode = monitor, monitor, mode
+        self.monitor, self.metric, self.mode, self._given_mode = monitor, monitor, mode, mode
         self._known = False  # whether some rounds are known to have the metric
         self._warned = False
 
@@ -70,7 +70,7 @@ class Monitor(RoundCallback):
         if not self._known and not may_add_metrics(run):
             fix = suggest_metric(self.metric, names, run.clients)
             raise ConfigError(f"{self._key('monitor')}: metric {self.metric!r} not found. {fix}")
-        if self.mode == "auto":
+        if self._given_mode == "auto":
             self.mode = "min" if is_lower_better(self.metric) else "max"
         better = metric_mode(self.metric, ["acc", *run.worker.scorer.score_names])
         if better not in (None, self.mode):

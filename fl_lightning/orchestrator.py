@@ -17,13 +17,13 @@ from fl_lightning.algorithms.base import Algorithm
 from fl_lightning.algorithms.client_sampling import ClientSampler
 from fl_lightning.attacks import Adversary
 from fl_lightning.callbacks import Checkpointing, RoundCallback
-from fl_lightning.callbacks.defaults import refuse_misplaced, restore, states, with_defaults
+from fl_lightning.callbacks.defaults import keep_initial_states, refuse_misplaced, reset, restore, states, with_defaults
 from fl_lightning.callbacks.monitor import logged_by_clients
 from fl_lightning.callbacks.progress import describe_end, describe_progress
 from fl_lightning.client.local_training import LocalTraining
 from fl_lightning.compression import Compressor
 from fl_lightning.core.arguments import ArgumentsMixin, describe
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.core.errors import ConfigError, check_instance
 from fl_lightning.core.processor_time import processor_seconds
 from fl_lightning.core.round_progress import report_client, report_waiting
 from fl_lightning.data import Scenario
@@ -132,6 +132,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         download_compression: Compressor | None = None,
         max_logged_clients: int = MAX_LOGGED_CLIENTS,
     ) -> None:
+        check_instance("training", training, LocalTraining, "Give LocalTraining(batch_size=64)")
         refuse_misplaced(callbacks or [], training.client_callbacks or [])
         super().__init__(
             scenario,
@@ -154,6 +155,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
         )
         self.on_client_failure = on_client_failure
         self.callbacks = with_defaults(callbacks or [], private=training.dp_sgd is not None)
+        keep_initial_states(self.callbacks)
         self.logger = Loggers(logger, max_logged_clients)
         self._log_clients, self._client_store = log_clients, client_store
         self._set_run_dir(Path(run_dir) if run_dir else new_run_dir(type(algorithm).__name__))
@@ -207,6 +209,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 self.load(config=config)
                 self._check()
             else:
+                reset(self.callbacks)
                 self.check()
             if fast:
                 self._reduce_to_dry_run()
@@ -233,9 +236,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
     def _run_rounds(self) -> None:
         """Run the rounds until the last one is done or a callback stops the run."""
         if not self.algorithm.server and not self.round:  # peers start from each other's untrained models
-            self.server.begin_round(0)
-            self.evaluator.initial_uploads(range(self.clients), self.server.add)
-            self.server.end_round()
+            self._publish_initial_models()
         while not self.is_over:
             metrics = self._run_round(self.round + 1)
             self._notify("on_round_metrics", metrics)
@@ -247,6 +248,20 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             if self.is_dry_run and not self.is_over:  # resume, as a killed run would
                 self.record.ensure_checkpoint()
                 self._restore(self.checkpoints.read(self.round))
+
+    def _publish_initial_models(self) -> None:
+        published = 0
+
+        def done(result: Result) -> None:
+            nonlocal published
+            if accept_result(result, self.on_client_failure, self.data):
+                self.server.add(result)
+                published += 1
+
+        self.server.begin_round(0)
+        self.evaluator.initial_uploads(range(self.clients), done)
+        require_uploads(0, published, self.clients, max(1, self.min_clients))
+        self.server.end_round()
 
     def _run_round(self, round: int) -> RoundMetrics:
         started, processor_started = time.monotonic(), processor_seconds()

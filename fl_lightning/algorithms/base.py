@@ -380,6 +380,25 @@ class Algorithm(FieldsMixin, Capable):
         kept[OWN] = self._own(module.backbone)
         return to_cpu({name: tensors for name, tensors in kept.items() if tensors})
 
+    def try_upload(self, round: Round, upload: Upload, memory: State, model: Tensors) -> None:
+        """Aggregate one client's upload alone, and discard the result, to find out whether that is possible.
+
+        An engine calls it for uploads from other machines if `uploads_vary`, so that their sizes are not known.
+
+        Args:
+            round: The round, with the state at its start.
+            upload: The upload.
+            memory: The client state that came with it.
+            model: Entries of the client's network that are shared, with any values.
+
+        Raises:
+            ValueError: The result has other entries than the shared model.
+            Exception: The upload cannot be aggregated.
+        """
+        aggregation = self.aggregation(round)
+        aggregation.add(upload)
+        require_same_entries(aggregation.finish()["model"], round.before["model"])
+
     def aggregation(self, round: Round) -> Aggregation:
         """Server: return the aggregation of a round, to which its uploads are added as they arrive.
 
@@ -436,6 +455,13 @@ class Aggregation:
             piece.name: piece.merge(before[piece.name], uploads, self.round) for piece in self.algorithm.knowledge
         }
         return before | merged | self.algorithm.aggregator.finish(self._folded, self.round, merged)
+
+
+def require_same_entries(model: Tensors, expected: Tensors) -> None:
+    """Raise a `ValueError` if two models have entries of other names or shapes."""
+    sizes, wanted = ({name: value.shape for name, value in each.items()} for each in (model, expected))
+    if different := sorted({*sizes.items()} ^ {*wanted.items()}):
+        raise ValueError(f"the upload does not give the entry {different[0][0]!r} of the shared model")
 
 
 def term_section(term: LossTerm) -> str:

@@ -243,6 +243,18 @@ class Server:
         round = self._aggregation.round.number
         return self.codec.restore_upload(result.upload, self._sent.get(result.client), round, result.client)
 
+    def try_upload(self, result: Result, model: Tensors) -> None:
+        """Raise an error if a client's upload, with dense weights, cannot be aggregated. Nothing is changed.
+
+        Args:
+            result: The client's result.
+            model: The shared entries of the client's network, with any values.
+        """
+        assert result.upload
+        round = Round(self._aggregation.round.number, self.visible_state, self._aggregation.round.seed)
+        upload = Upload(result.client, result.upload, self._sent.get(result.client))
+        self.algorithm.try_upload(round, upload, result.memory, model)
+
     def add(self, result: Result) -> None:
         """Add a client's upload to the round's aggregation, and store the client's state.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,9 +14,12 @@ from torch.optim import Optimizer
 from fl_lightning.client.dp_sgd import DPSGD
 from fl_lightning.client.local_work import Interval
 from fl_lightning.client.mixing import Mixing
-from fl_lightning.core.errors import ConfigError, check_number, check_positive
+from fl_lightning.core.errors import ConfigError, check_instance, check_number, check_positive
 from fl_lightning.core.objectives import ClassWeights
 from fl_lightning.data.loaders import BatchSampler
+
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
+"""Matches a number written as text."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ class LocalTraining:
         if isinstance(self.optimizer, Optimizer):
             fix = f"Give its class, or partial({type(self.optimizer).__name__}, lr=0.1)"
             raise ConfigError(f"optimizer: got an object, but each client's fit builds its own. {fix}")
+        if self.optimizer is not None:
+            check_instance("optimizer", self.optimizer, Callable, "Give a class, or partial(torch.optim.SGD, lr=0.1)")
+        for name, value in getattr(self.optimizer, "keywords", {}).items():
+            if isinstance(value, str) and NUMBER.fullmatch(value):
+                raise ConfigError(f"optimizer.{name}: {value!r} is text, not a number. Write it without quotes")
+        check_instance("trainer", self.trainer, Mapping, "Give the arguments of a Trainer, such as {'max_epochs': 5}")
         if self.batch_sampler not in get_args(BatchSampler):
             raise ConfigError(f"batch_sampler: {self.batch_sampler!r} not found. Use shuffle or balanced.")
         if self.lr_scheduler_interval not in get_args(Interval):
@@ -100,5 +111,7 @@ class LocalTraining:
             if self.class_weights != "balanced":
                 raise ConfigError(f"class_weights: {self.class_weights!r} not found. Use balanced or a list.")
             return
+        if self.class_weights is not None:
+            check_instance("class_weights", self.class_weights, list | tuple, "Give balanced or a list of numbers")
         for weight in self.class_weights or ():
             check_number("class_weights", weight, "(0, inf)", "to ignore a class, give it a small weight")

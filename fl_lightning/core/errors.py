@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
 from traceback import walk_tb
+from typing import Any
 
 from fl_lightning.core.terminal import printable
 
@@ -161,7 +162,7 @@ def check_number(key: str, value: float | None, within: str, fix: str = "") -> N
     """
     if value is None:
         return
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise ConfigError(f"{key}: {one_line(repr(value))} is not a number")
     low, high = map(float, within[1:-1].split(","))
     above = value >= low if within[0] == "[" else value > low
@@ -191,7 +192,7 @@ def check_positive(prefix: str = "", **numbers: int | None) -> None:
             raise ConfigError(f"{prefix}{name}: {number} is above {MOST}")
 
 
-def check_instance(key: str, value: object, kind: type, fix: str) -> None:
+def check_instance(key: str, value: object, kind: Any, fix: str) -> None:
     """Raise an error if a value from Python is not an object of a class.
 
     Raises:
@@ -201,7 +202,7 @@ def check_instance(key: str, value: object, kind: type, fix: str) -> None:
         given = (
             f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
         )
-        raise ConfigError(f"{key}: got {given}, expected an object of type {kind.__name__}. {fix}")
+        raise ConfigError(f"{key}: got {given}, expected an object of type {getattr(kind, '__name__', kind)}. {fix}")
 
 
 @contextmanager

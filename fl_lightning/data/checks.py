@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from fl_lightning.core.errors import one_line
+from fl_lightning.core.errors import check_instance, one_line
 from fl_lightning.core.inputs import Inputs
 from fl_lightning.core.objectives import Objective, describe_tensor, objective_of
 from fl_lightning.data.lazy import LazySamples, Samples, first_samples
@@ -187,3 +188,14 @@ def warn_of_whole_numbers(who: str, y: Tensor) -> None:
         what = f"the labels are {len(values)} different whole numbers in floating point, so they are numbers to predict"
         fix = "If they are classes or 0/1 labels, convert them to integers; if not, set scenario.objective Regression"
         warnings.warn(f"{who}: {what}. {fix}", stacklevel=2)
+
+
+def path_text(key: str, path: object) -> str:
+    """Return a path that is given as text or as a `Path` as text.
+
+    Raises:
+        ConfigError: It is neither, such as the data themselves. Names the key.
+    """
+    check_instance(key, path, str | os.PathLike, "Save the data, such as with to_csv, and give the path of the file")
+    assert isinstance(path, str | os.PathLike)
+    return os.fspath(path)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, one_line
 from fl_lightning.core.names import join_names
+from fl_lightning.data.checks import path_text
 from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
 from fl_lightning.data.datasets import KEY, refuse_unknown_classes
 from fl_lightning.data.files import files_in, is_left_behind, naming_file
@@ -81,7 +82,8 @@ class ImageFolder(CustomDataset):
         super().__init__(test_share)
         if lazy and cache:
             raise ConfigError(f"{KEY}.lazy: true reads the image files, not a cache. Leave out lazy or cache")
-        self.path, self.pattern, self.lazy = path, None if pattern is None else PathPattern(pattern), lazy
+        self.path, self.lazy = path_text(f"{KEY}.path", path), lazy
+        self.pattern = None if pattern is None else PathPattern(pattern)
         self.options = ImageOptions(size, channels, mean, std, augment, cache)
         self.has_statistics = mean is None
 

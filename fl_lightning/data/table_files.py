@@ -18,8 +18,9 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from fl_lightning.core.errors import ConfigError, one_line, require_extra
+from fl_lightning.core.errors import ConfigError, check_instance, one_line, require_extra
 from fl_lightning.core.names import join_names
+from fl_lightning.data.checks import path_text
 from fl_lightning.data.columns import NO_HEADER, client_ids, column_error, find_column, refuse_missing
 from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
 from fl_lightning.data.datasets import KEY
@@ -99,8 +100,10 @@ class FileTable(CustomDataset):
         for name, other in (("separator", separator), ("thousands", thousands)):
             if decimal == other:
                 raise ConfigError(f"{KEY}.decimal: {name} is the same character ({decimal!r}). Set {KEY}.{name}, too")
-        self.path, self.test_path, self.separator = path, test_path, separator
+        self.path, self.separator = path_text(f"{KEY}.path", path), separator
+        self.test_path = None if test_path is None else path_text(f"{KEY}.test_path", test_path)
         self.number_format = NumberFormat(decimal, thousands)
+        check_instance(f"{KEY}.label", label, str | list | tuple, "Give the name of the label column")
         self.label = [label] if isinstance(label, str) else list(label)
         if not self.label:
             raise ConfigError(f"{KEY}.label: names no column. Name the label column")

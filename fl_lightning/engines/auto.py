@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Literal
 
-from fl_lightning.core.errors import ConfigError, FLError, check_number
+from fl_lightning.core.errors import ConfigError, FLError, check_instance, check_number
 from fl_lightning.core.task import Task, Tasks
 from fl_lightning.engines.base import Engine
 from fl_lightning.engines.client_order import ClientOrder
@@ -145,5 +145,7 @@ def engine_of(engine: Engine | EngineName) -> Engine:
     """Return the engine itself or, given a name such as `stacked`, a new engine with default arguments."""
     if isinstance(engine, Engine):
         return engine
-    kinds: dict[str, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}
+    kinds: dict[Any, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}
+    if engine not in [*kinds]:
+        check_instance("engine", engine, Engine, f"Give an engine, such as StackedEngine(), or {', '.join(kinds)}")
     return kinds[engine]()

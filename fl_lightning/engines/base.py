@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from fl_lightning.core.task import Tasks
+from fl_lightning.core.message import Tensors
+from fl_lightning.core.task import Result, Tasks
 from fl_lightning.engines.client_order import ClientOrder
 from fl_lightning.engines.data_source import DataSource
 from fl_lightning.engines.worker import Worker
@@ -23,12 +24,15 @@ class Engine(ABC):
         data_source: Loads the run's dataset on another machine. The orchestrator sets it.
         check_interrupt: Raises an error if SIGINT or SIGTERM has arrived. The orchestrator sets it, and an engine that
             waits for other machines calls it.
+        try_upload: Raises an error if the server cannot aggregate the upload of a result, given the shared entries of
+            the client's network. The experiment sets it.
     """
 
     fits: int = 0
     note: str = ""
     data_source: DataSource | None = None
     check_interrupt: Callable[[], None] = staticmethod(lambda: None)
+    try_upload: Callable[[Result, Tensors], None] = staticmethod(lambda result, model: None)
 
     @abstractmethod
     def run(self, worker: Worker, tasks: Tasks, done: ClientOrder) -> None:

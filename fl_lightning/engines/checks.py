@@ -251,19 +251,24 @@ def check_tensors(network: nn.Module) -> None:
     Raises:
         ConfigError: Names the layer or the entry of the state dict.
     """
-    if isinstance(network, torch.jit.ScriptModule):
-        raise ConfigError(f"model: {type(network).__name__} is compiled by torch.jit. Give the Python class instead.")
     for path, layer in network.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ConfigError(f"model: {path or type(layer).__name__} is compiled by torch.jit. Give the Python class.")
         for name, value in vars(layer).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 fix = "Use torch.nn.utils.parametrizations instead of weight_norm or prune, or compute it in forward."
                 what = "is computed from other tensors when the model is built, so it cannot be copied"
                 raise ConfigError(f"model: {f'{path}.{name}'.lstrip('.')!r} {what}. {fix}")
-    for name, value in network.state_dict().items():
+    state = network.state_dict()
+    for name, value in state.items():
         if wrong := _obstacle(value):
             raise ConfigError(f"model: {name!r} {wrong}")
+    for name, _ in network.named_parameters():
+        if name not in state:
+            fix = "Weights are sent by the names of its state dict, so remove the override or hook that changes these."
+            raise ConfigError(f"model: the state dict of {class_name(network)} lacks the parameter {name!r}. {fix}")
     if not any(parameter.requires_grad for parameter in network.parameters()):
-        fix = "Set requires_grad of the parameters to train."
+        fix = "Build all layers in the constructor, and set requires_grad of the parameters to train."
         raise ConfigError(f"model: {class_name(network)} has no trainable parameter. {fix}")
 
 
@@ -279,6 +284,8 @@ def _obstacle(value: Any) -> str | None:
         return "is on the device meta, without values. Build the layer on the CPU."
     if value.layout != torch.strided or value.is_quantized:
         return "is a sparse or quantized tensor. Store a dense one, or register the buffer with persistent=False."
+    if value.is_floating_point() and value.element_size() == 1:
+        return f"is of {value.dtype}, in which torch cannot compute a mean. Store it in float16."
     if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
         return "has elements that share memory, as from expand. Call clone() on it."
     return None

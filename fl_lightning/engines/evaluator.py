@@ -136,12 +136,12 @@ class Evaluator:
         self.engine.run(self.worker, Tasks(clients, tasks, fit=False), ClientOrder(clients, warn_of_failure))
 
     def initial_uploads(self, clients: Sequence[int], done: Done) -> None:
-        """Let clients upload their untrained models before round 1, and call `done` with the results.
+        """Let clients upload their untrained models before round 1, and call `done` with the results, also failed ones.
 
         Only methods without a server need these uploads.
         """
         tasks = self._tasks(0, clients, repeat(Message()), upload=True)
-        run_successfully(self.engine, self.worker, Tasks(clients, tasks, fit=False), done)
+        self.engine.run(self.worker, Tasks(clients, tasks, fit=False), ClientOrder(clients, done))
 
     def _evaluate_received(
         self, round: int, downloads: Callable[[int, Sequence[int]], Iterable[Message]]
@@ -276,7 +276,8 @@ class Evaluator:
         if self.server.algorithm.server:
             return {client: {} for client in self.new_clients}
         found: dict[int, State] = {}
-        self.initial_uploads(self.new_clients, lambda result: found.update({result.client: result.memory}))
+        keep = require_success(self.worker, lambda result: found.update({result.client: result.memory}))
+        self.initial_uploads(self.new_clients, keep)
         return found
 
     def _score(self, module: ClientModule) -> Score:
@@ -294,6 +295,11 @@ def run_successfully(
     Raises:
         ClientFailure: A task failed.
     """
+    engine.run(worker, tasks, ClientOrder(tasks.clients, require_success(worker, done), arrived))
+
+
+def require_success(worker: Worker, done: Done) -> Done:
+    """Return a function that calls `done` with a result, or raises the `ClientFailure` of a task that failed."""
 
     def check(result: Result) -> None:
         if result.failure:
@@ -301,7 +307,7 @@ def run_successfully(
             raise result.failure
         done(result)
 
-    engine.run(worker, tasks, ClientOrder(tasks.clients, check, arrived))
+    return check
 
 
 def results_of(engine: Engine, worker: Worker, tasks: Tasks) -> list[Result]:

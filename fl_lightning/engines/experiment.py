@@ -72,6 +72,7 @@ class Experiment:
         fix = "Give Scenario(dataset, partition). For one dataset per client, join them and use the partition ByClient"
         check_instance("scenario", scenario, Scenario, fix)
         check_instance("algorithm", algorithm, Algorithm, "Give a method, such as FedAvg()")
+        check_instance("evaluation", evaluation, Evaluation, "Give Evaluation(client_model='received')")
         check_positive(rounds=rounds)
         check_number("min_clients", min_clients, "[0, inf)")
         check_number("seed", seed, "[0, inf)")
@@ -137,6 +138,7 @@ class Experiment:
         common = (self.algorithm, self.clients, per_round, sampler, self.seed, self.memory, scales)
         self.server = Server(*common, self.adversary, worker.codec)
         self.server.start(worker.template.backbone, self.data.data.num_classes)
+        self.engine.try_upload = self.server.try_upload
         check_compression(worker, self.server)
         if self.clock or self.round_policy:
             self.server.schedule = self._build_schedule()

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from fl_lightning.algorithms.protocols import Calibrates
 from fl_lightning.core.errors import ConfigError, FLError, check_number, describe_error, one_short_line
+from fl_lightning.core.message import Tensors
 from fl_lightning.core.names import join_names
 from fl_lightning.core.task import Result, Task, Tasks, failed_result
 from fl_lightning.core.trusted_imports import require_trust
@@ -262,12 +263,21 @@ class FlowerEngine(Engine):
             if not result.failure:
                 dense = with_dense_upload(worker, task, result)
                 check_result(dense, task, expected_answer(worker, task.client, self.logged, expected))
+                if dense.upload and worker.algorithm.uploads_vary:
+                    self.try_upload(dense, shared_entries(worker, task.client))
         except Exception as error:  # whatever a client sends, it is the failure of this client only
             return failed_result(task, BadMessage(one_short_line(describe_error(error))))
         if task.upload and not result.failure:
             before = [round for round in self._trained.get(task.client, []) if round < task.round]
             self._trained[task.client] = [*before[-1:], task.round]
         return result
+
+
+def shared_entries(worker: Worker, client: int) -> Tensors:
+    """Return the entries of a client's network that the method shares, with the values of the initial network."""
+    backbone = worker.for_client(client).template.backbone
+    state = backbone.state_dict()
+    return {name: state[name] for name in worker.algorithm.shared_names(backbone)}
 
 
 def with_dense_upload(worker: Worker, task: Task, result: Result) -> Result:

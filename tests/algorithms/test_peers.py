@@ -26,17 +26,22 @@ from task_runners import Backwards
 
 from fl_lightning.algorithms import (
     UAPDFL,
+    DFedAvgM,
+    DisPFL,
     DistillingWeights,
     ErdosRenyi,
     FedAvg,
     HistoryContrast,
     LocalContrastive,
     PeerAlgorithm,
+    PeerCriticalFL,
     Ring,
 )
 from fl_lightning.callbacks import RoundCallback
 from fl_lightning.client.loss_term import LossTerm
+from fl_lightning.core.errors import ClientFailure, TooFewClients
 from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
+from fl_lightning.core.task import failed_result
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
@@ -363,3 +368,41 @@ def test_a_new_client_is_linked_to_all_and_changes_no_other_link():
     assert torch.equal(after[:5, :5], before)
     assert after[5].tolist() == [True] * 5 + [False]
     assert not after[:, 5].any()
+
+
+class FailsAtFirst(Watching):
+    """Client 1 fails before round 1 and in round 1."""
+
+    def run(self, worker, tasks, done):
+        for task in tasks:
+            self.tasks += [task] if task.fit else []
+            fails = task.client == 1 and (task.round == 0 or (task.round == 1 and task.fit))
+            done(failed_result(task, OSError("no space left")) if fails else worker.run(task))
+
+
+@pytest.mark.filterwarnings("ignore:client 1, round [01]. .*dropped")
+@pytest.mark.parametrize("method", [PeerAlgorithm, DFedAvgM, DisPFL, PeerCriticalFL, UAPDFL])
+def test_a_client_that_fails_before_round_1_is_no_peer_until_it_has_trained(tmp_path, method):
+    engine, own = FailsAtFirst(), {} if method in (PeerAlgorithm, DFedAvgM, DisPFL) else {"n_com": 5}
+    run = experiment(tmp_path, method(**own), engine=engine, on_client_failure="drop", clients_per_round=6)
+    run.fit()
+    collected = [{k: peers_in(task.download) for k, task in engine.of_round(r).items()} for r in (1, 2, 3)]
+    others = {k: [j for j in range(6) if j not in (1, k)] for k in range(6)}
+    assert collected[:2] == [others | {1: []}] * 2
+    assert collected[2] == {k: [j for j in range(6) if j != k] for k in range(6)}
+    assert [row["client/failed"] for row in run.csv.rows] == [1, 0, 0]
+    if method is PeerAlgorithm:
+        tensors, samples = zip(*(published(run, client) for client in range(6)), strict=True)
+        assert_near(run.state["model"], mean_by_hand([model_of(one) for one in tensors], samples), 1e-6)
+
+
+def test_a_failure_before_round_1_ends_a_run_that_drops_no_client(tmp_path):
+    with pytest.raises(ClientFailure, match="client 1, round 0: OSError"):
+        experiment(tmp_path, PeerAlgorithm(), engine=FailsAtFirst()).fit()
+
+
+@pytest.mark.filterwarnings("ignore:client 1, round 0. .*dropped")
+def test_too_few_clients_before_round_1_end_the_run(tmp_path):
+    options = {"on_client_failure": "drop", "min_clients": 6, "clients_per_round": 6}
+    with pytest.raises(TooFewClients, match="round 0: 5 of 6"):
+        experiment(tmp_path, PeerAlgorithm(), engine=FailsAtFirst(), **options).fit()

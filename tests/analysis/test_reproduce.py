@@ -312,6 +312,7 @@ def test_parts_of_a_table():
         (["--set", "seed=3"], "--set: seed is set by --seeds. Leave it out"),
         (["--set", "round=3"], "Uniform / alpha 0.1: the config has no key 'round'. Did you mean --rounds?"),
         (["--set", "algorithm.tau=3"], "Uniform / alpha 0.1: algorithm: FedAvg has no key 'tau'"),
+        (["--set", "scenario.train_samples=1.0"], "Uniform / alpha 0.1: scenario.train_samples: 1.0 is neither"),
         (["--workers", "0"], "--workers: 0 is below 1"),
     ],
 )

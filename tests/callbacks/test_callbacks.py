@@ -87,6 +87,26 @@ def test_two_callbacks_of_one_class_have_separate_states(tmp_path):
 
 
 @pytest.mark.thorough
+def test_callbacks_that_were_in_another_run_start_anew(tmp_path):
+    kept = Checkpointing(monitor="global/acc")
+    callbacks = [EarlyStopping(patience=1, min_delta=0.9), CommunicationMeter(), kept]
+    first, second = (experiment(tmp_path / name, callbacks=callbacks, rounds=4) for name in "ab")
+    first.fit()
+    state = kept.state_dict()
+    second.fit()
+    assert 0 < first.round < 4
+    assert untimed(first.csv.rows) == untimed(second.csv.rows)
+    assert kept.state_dict() == state
+
+
+def test_a_default_metric_is_chosen_anew_for_each_run(tmp_path):
+    stopping = EarlyStopping()
+    experiment(tmp_path / "a", callbacks=[stopping]).check()
+    stopping.monitor = "global/loss"
+    experiment(tmp_path / "b", callbacks=[stopping]).check()
+    assert stopping.mode == "min"
+
+
 def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
     class Breaks(RoundCallback):
         def on_round_metrics(self, run, metrics):

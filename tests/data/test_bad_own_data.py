@@ -27,6 +27,7 @@ from PIL import Image
 from refusals import NO_FILES, check_refused, empty, halve, refusal, replace_by, time_limit  # noqa: F401
 
 from fl_lightning.core import files
+from fl_lightning.core.errors import ConfigError
 from fl_lightning.data import Arrays, HuggingFace, ImageFolder, Table, TextTable, TorchDataset, image_files
 from fl_lightning.data.files import CHECKSUM_BYTES
 
@@ -663,3 +664,20 @@ def test_an_exception_in_a_torch_dataset_names_its_key() -> None:
         ("train", lambda: TorchDataset(raise_error, Pairs())),
     ):
         assert refusal(make).startswith(f"scenario.dataset.{key}: RuntimeError: not there. ")
+
+
+@pytest.mark.parametrize("kind", [partial(Table, label="label"), ImageFolder])
+def test_other_objects_than_paths_are_refused_by_the_key(kind):
+    for path in (pd.DataFrame({"a": [1]}), ["a.csv"], b"a.csv"):
+        with pytest.raises(ConfigError, match=r"^scenario\.dataset\.path: "):
+            kind(path=path)
+
+
+def test_a_label_that_is_no_name_is_refused():
+    with pytest.raises(ConfigError, match=r"^scenario\.dataset\.label: "):
+        Table(path="a.csv", label=2)
+
+
+def test_a_path_object_is_a_path(tmp_path):
+    write_table(tmp_path / "a.csv")
+    assert len(Table(path=tmp_path / "a.csv", label="label").load().y_train)

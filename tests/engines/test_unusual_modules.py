@@ -72,6 +72,11 @@ class ExtraObject(Net):
         return {"count": 1}
 
 
+class LacksLayer(Net):
+    def state_dict(self, *args, **options):
+        return {name: value for name, value in super().state_dict(*args, **options).items() if name[:2] != "a."}
+
+
 class NoGradient(Net):
     def forward(self, x):
         return super().forward(x).detach()
@@ -177,6 +182,9 @@ REFUSED = {
     "sparse": (changed(lambda net: net.register_buffer("y", torch.eye(2).to_sparse())), "'y'"),
     "expanded": (changed(lambda net: net.register_buffer("y", torch.ones(1).expand(3))), "'y'"),
     "extra object": (ExtraObject, "'_extra_state'"),
+    "state dict without a layer": (LacksLayer, "lacks the parameter 'a.weight'"),
+    "float8": (changed(lambda net: net.register_buffer("y", torch.zeros(2).to(torch.float8_e4m3fn))), "'y' is of"),
+    "script inside": (changed(lambda net: setattr(net, "a", torch.jit.script(net.a))), "a is compiled by torch.jit"),
     "quantized": (quantized, "quantized layer, which cannot be trained"),
     "frozen": (changed(lambda net: net.requires_grad_(False)), "Net has no trainable parameter"),
     "no parameter": (nn.Flatten, "Flatten has no trainable parameter"),
@@ -219,3 +227,10 @@ def test_probabilities_are_warned_of_once():
     with pytest.warns(UserWarning, match=r"^model: .* logits") as seen:
         experiment(None, model=Probabilities).load()
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_run_inside_a_context_of_torch_that_changes_the_training_is_refused(context):
+    run = experiment(None)
+    with context(), pytest.raises(ConfigError, match=r"^trainer: .*inside torch"):
+        run.load()

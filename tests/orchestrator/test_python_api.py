@@ -6,23 +6,28 @@ import re
 import subprocess
 import sys
 import traceback
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from commands import rows, tiny
 from commands import run as command
-from experiments import experiment
+from experiments import digits, experiment
+from lightning.pytorch.callbacks import LearningRateMonitor
 
 import fl_lightning
-from fl_lightning import HOMES, open_run
+from fl_lightning import HOMES, FederatedOrchestrator, open_run
 from fl_lightning.algorithms import UAPDFL, FedAvg, FedProx
 from fl_lightning.analysis.comparison import comparable_runs, compare
 from fl_lightning.callbacks import EarlyStopping
 from fl_lightning.cli.catalogue import BASES, base, classes
 from fl_lightning.core.errors import ConfigError
+from fl_lightning.engines import SequentialEngine
 from fl_lightning.evaluation.evaluation import Evaluation
+from fl_lightning.models import MLP
 from fl_lightning.runs.reader import Run, open_run_folder
 from fl_lightning.runs.search import open_runs
 
@@ -255,3 +260,39 @@ def test_every_public_object_has_a_docstring():
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert thing.__doc__, name  # its own: `inspect.getdoc` would return that of the base class
             assert not thing.__doc__.startswith(f"{name}("), name  # which a dataclass without one gets
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("evaluation", "received"),
+        ("evaluation", {"client_model": "received"}),
+        ("engine", SequentialEngine),
+        ("engine", "sequental"),
+        ("trainer", None),
+        ("trainer", "gpu"),
+        ("optimizer", "SGD"),
+        ("optimizer.lr", partial(torch.optim.SGD, lr="0.1")),
+        ("optimizer.momentum", partial(torch.optim.SGD, lr=0.1, momentum="9e-1")),
+        ("class_weights", torch.ones(10)),
+        ("class_weights", {0: 1.0}),
+        ("client_callbacks", LearningRateMonitor("epoch")),
+        ("batch_size", True),
+        ("seed", True),
+        ("rounds", "3"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        experiment(None, **{key.partition(".")[0]: value})
+
+
+def test_callbacks_and_training_of_another_type_are_refused_by_their_key():
+    scenario = digits()
+    for key, value in {"callbacks": EarlyStopping(), "training": {"batch_size": 8}}.items():
+        with pytest.raises(ConfigError, match=f"^{key}: "):
+            FederatedOrchestrator(scenario, MLP, FedAvg(), **{key: value})
+
+
+def test_text_options_of_an_optimizer_are_no_numbers():
+    experiment(None, optimizer=partial(torch.optim.LBFGS, lr=0.1, line_search_fn="strong_wolfe"))

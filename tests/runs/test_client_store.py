@@ -183,7 +183,7 @@ def test_without_a_public_section_peers_see_the_shared_state_only(tmp_path):
 def test_shared_state_does_not_contain_public_sections(tmp_path):
     run = experiment(tmp_path, UAPDFL(n_com=2), rounds=1)
     run.fit()
-    assert set(run.state) == {"model", "links", "unit", "untrained", "sums", "samples"}
+    assert set(run.state) == {"model", "links", "published", "unit", "untrained", "sums", "samples"}
     for client, memory in run.memory.items():  # clients that have not trained hold no model either
         assert any(name.startswith("model/") for name in memory["laid_out"]) == (client in run.server.participants(1))
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fl_lightning.algorithms.aggregators import Weighting, fold_all, mean_or
-from fl_lightning.algorithms.base import OWN, UNSET, Aggregation, Algorithm, recall
+from fl_lightning.algorithms.base import OWN, UNSET, Aggregation, Algorithm, recall, require_same_entries
 from fl_lightning.algorithms.decentralized.topology import Complete, Graph
 from fl_lightning.client.module import ClientModule
 from fl_lightning.client.weights import load_weights, to_cpu
@@ -75,17 +75,27 @@ class PeerAlgorithm(Algorithm):
         links = torch.from_numpy(self.graph.links(clients, rng))
         fewest = int(links.sum(dim=1).min())
         self.aggregator.require_uploads(1 + (fewest if self.n_com is None else min(self.n_com, fewest)))
-        return super().initial_state(backbone, num_classes, clients, rng) | {"links": {"matrix": links}}
+        published = torch.zeros(clients, dtype=torch.bool)
+        state = super().initial_state(backbone, num_classes, clients, rng)
+        return state | {"links": {"matrix": links}, "published": {"clients": published}}
 
     def add_client(self, state: State, memory: State) -> State:
         """Return the state with one more client, which can collect from all peers."""
         links = pad(state["links"]["matrix"], (0, 1, 0, 1))
         links[-1, :-1] = True
-        return state | {"links": {"matrix": links}}
+        published = pad(state["published"]["clients"], (0, 1), value=True)
+        return state | {"links": {"matrix": links}, "published": {"clients": published}}
 
     def download(self, state: State, client: int, rng: np.random.Generator) -> Message:
-        """Return one message with everything that a client collects in a round: its peers' published models."""
-        linked = state["links"]["matrix"][client].nonzero()[:, 0].numpy()
+        """Return one message with everything that a client collects in a round: its peers' published models.
+
+        A client that failed before round 1 has not published anything until it has trained. Until then its peers leave
+        it out, and it collects nothing.
+        """
+        is_known = state["published"]["clients"]
+        if not is_known[client]:
+            return bundle({})
+        linked = (state["links"]["matrix"][client] & is_known).nonzero()[:, 0].numpy()
         own = publication(state, client)
         limit = self.peer_count(own)
         count = len(linked) if limit is None else min(limit, len(linked))
@@ -153,6 +163,17 @@ class PeerAlgorithm(Algorithm):
         merged = {piece.name: dict(piece.named_buffers()) for piece in module.pieces()}
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
+    def try_upload(self, round: Round, upload: Upload, memory: State, model: Tensors) -> None:
+        """Also collect what the client publishes, and average it with itself."""
+        self.aggregation(round).add(upload)
+        own, published = (
+            tensors_to_message(Message.pack({"model": weights}).tensors | memory[LAID_OUT])
+            for weights in (model, upload.message.section("model"))
+        )
+        collected = self.collect(own, {upload.client: published}, round.rng)
+        mixed = self.mix(own, [Upload(client, message) for client, message in collected.items()])
+        require_same_entries(mixed, model)
+
     def aggregation(self, round: Round) -> Aggregation:
         """Return the aggregation of a round, which updates the mean over all clients' latest models for evaluation."""
         return LatestModels(self, round)
@@ -169,23 +190,26 @@ class LatestModels(Aggregation):
         state = round.before
         self.before_round_1 = "sums" not in state  # `finish` adds them
         self.model = state["model"]
+        self.published = state["published"]["clients"].clone()
         total = 0.0 if self.before_round_1 else float(state["samples"]["total"])
         self.mean = ExchangedMean() if self.before_round_1 else ExchangedMean(state["sums"], total)
 
     def add(self, upload: Upload) -> None:
-        """Replace a client's model in the mean. Before round 1, add the first one."""
+        """Replace a client's model in the mean, or add its first one."""
         weight = self.algorithm.weight
-        if not self.before_round_1:
+        if self.published[upload.client]:
             old = publication(self.round.before, upload.client)
             self.mean.remove(old.section("model"), weight(old))
+        self.published[upload.client] = True
         self.model = upload.message.section("model")
         self.mean.add(self.model, weight(upload.message))
 
     def finish(self) -> State:
         """Return the state with the mean model."""
         samples = {"total": torch.tensor(self.mean.weight, dtype=torch.float64)}
+        changed: State = {"model": self.mean.value(), "sums": self.mean.sums, "samples": samples}
         untrained = {"untrained": self.model} if self.before_round_1 else {}  # the same from every client
-        return self.round.before | untrained | {"model": self.mean.value(), "sums": self.mean.sums, "samples": samples}
+        return self.round.before | untrained | changed | {"published": {"clients": self.published}}
 
 
 def publication(state: State, peer: int) -> Message:

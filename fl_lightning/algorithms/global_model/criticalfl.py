@@ -172,7 +172,7 @@ class EntryMean(Aggregator):
 
     def fold(self, folded: EntryMeans, upload: Upload) -> None:
         """Add an upload's tensors to the mean of those sent whole, and its masked entries to the sums."""
-        model, weight = upload.message.section("model"), upload.n_samples
+        model, weight = dict(upload.message.section("model")), upload.n_samples
         if MASK in model:
             bits, values = model.pop(MASK), model.pop(VALUES)
             chosen = unpack_mask(bits, torch.Size([8 * len(bits)]))  # including padding, which is never chosen

@@ -14,9 +14,7 @@ from fl_lightning.analysis.study.paper_table import Scale, read_table, table_job
 from fl_lightning.analysis.study.reproduction import Reproduction
 from fl_lightning.analysis.study.reproduction_table import as_csv, as_markdown, as_text
 from fl_lightning.cli.command_line import read_command_line
-from fl_lightning.cli.errors import readable_errors
-from fl_lightning.cli.jobs import run_missing
-from fl_lightning.cli.options import command_parser
+from fl_lightning.cli.jobs import Words, in_each, resolve_config, run_missing
 from fl_lightning.core.console import table_console
 from fl_lightning.core.errors import ConfigError, check_positive
 from fl_lightning.core.lazy_import import load
@@ -34,7 +32,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     jobs = table_jobs(table, out, scale, overrides)
     failed: list[JobResult] = []
     if not given.show:
-        check_jobs(jobs)
+        check_jobs(jobs, given.workers)
         with open_study(out, {"study": "reproduce"}):
             failed = run_missing(list(dict.fromkeys(jobs.values())), out, given.workers, given.threads)
     reproduction = Reproduction(table, jobs, {ended.job.folder: ended.reason for ended in failed})
@@ -45,7 +43,7 @@ def main(given: Namespace, parser: ArgumentParser) -> int:
     return 1 if failed else 0
 
 
-def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
+def check_jobs(jobs: Mapping[tuple[str, str, int], Job], workers: int) -> None:
     """Check the settings of a paper table's runs (jobs) before any of them starts.
 
     Finished runs are not checked. Of the others, at least one of each row and each column is checked.
@@ -54,14 +52,13 @@ def check_jobs(jobs: Mapping[tuple[str, str, int], Job]) -> None:
         ConfigError: Names the row, the column and the reason.
     """
     checked: set[tuple[str, str]] = set()
+    command_lines: list[tuple[str, Words]] = []
     for (column, row, _), job in jobs.items():
         places = {("column", column), ("row", row)}
         if places <= checked or is_finished(job.folder):
             continue
         checked |= places
-        fit, parser = load("fl_lightning.cli.commands.fit"), command_parser("fit")
         with errors_at(f"{row} / {column}"):
-            line = read_command_line("fit", job.words)
-            load("fl_lightning.cli.unknown_names").check_names("fit", line)
-            with readable_errors(parser):
-                parser.parse_args(fit.expand(line).words)
+            load("fl_lightning.cli.unknown_names").check_names("fit", read_command_line("fit", job.words))
+        command_lines.append((f"{row} / {column}", job.words))
+    in_each(resolve_config, command_lines, workers)
