@@ -54,9 +54,6 @@ def check_worker(worker: Worker, scaled: bool = False) -> None:
     Raises:
         ConfigError: The trainer's options, the model or the optimizer do not fit.
     """
-    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(worker.device.type):
-        fix = "Leave the context, and set trainer.precision"
-        raise ConfigError(f"trainer: the run was started inside torch.inference_mode or torch.autocast. {fix}")
     objective = worker.data.objective
     if not objective.classes and (part := next(worker.algorithm.of_classes, None)):
         fix = "Use another method, such as FedAvg."
@@ -66,6 +63,9 @@ def check_worker(worker: Worker, scaled: bool = False) -> None:
         check_options(worker.training.trainer)
         trainer = worker.idle_trainer
     check_trainer(trainer, worker.training.trainer)
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(worker.device.type):
+        fix = "Leave the context, and set trainer.precision"
+        raise ConfigError(f"trainer: the run was started inside torch.inference_mode or torch.autocast. {fix}")
     warn_of_environment(worker.device)
     warn_of_emulation(worker.device, str(trainer.precision))
     if worker.training.dp_sgd:
