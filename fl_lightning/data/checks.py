@@ -174,19 +174,22 @@ def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
         raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
 
 
-def warn_of_whole_numbers(who: str, y: Tensor) -> None:
-    """Warn if floating-point labels are few different whole numbers, which are probably classes or 0/1 labels.
+def warn_of_likely_classes(who: str, y: Tensor) -> None:
+    """Warn if labels are probably classes in another form: few whole numbers in floating point, or one-hot rows.
 
     Args:
         who: Beginning of the message: the config key and the class.
         y: The training labels.
     """
-    if not y.is_floating_point():
-        return
-    values = y.unique()
-    if len(values) <= MOST_WHOLE_NUMBERS and (values % 1 == 0).all():
-        what = f"the labels are {len(values)} different whole numbers in floating point, so they are numbers to predict"
-        fix = "If they are classes or 0/1 labels, convert them to integers; if not, set scenario.objective Regression"
+    if y.is_floating_point():
+        values = y.unique()
+        if len(values) <= MOST_WHOLE_NUMBERS and (values % 1 == 0).all():
+            what = f"{len(values)} different whole numbers in floating point, so they are numbers to predict"
+            fix = "Convert classes and 0/1 labels to integers; for numbers, set scenario.objective Regression"
+            warnings.warn(f"{who}: the labels are {what}. {fix}", stacklevel=2)
+    elif y.ndim == 2 and y.shape[1] > 1 and bool(((y == 0).sum(dim=1) == y.shape[1] - 1).all() and (y.amax() == 1)):
+        what = "each sample has exactly one of several 0/1 labels, which are trained as independent labels"
+        fix = "Convert classes with argmax(1); for independent labels, set scenario.objective MultiLabel"
         warnings.warn(f"{who}: {what}. {fix}", stacklevel=2)
 
 

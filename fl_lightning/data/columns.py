@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 import numpy as np
 from torch import Tensor
@@ -120,7 +120,7 @@ def refuse_written_numbers(column: pd.Series, key: str, otherwise: str) -> None:
 
 
 def warn_of_similar_names(names: Iterable[Any], key: str, what: str) -> None:
-    """Warn if names, such as those of classes, differ only in case, in spaces or in punctuation at their ends.
+    """Warn if names, such as those of classes, differ only in case, spaces, invisible signs or signs at their ends.
 
     Args:
         names: The names. Others than texts are ignored.
@@ -130,7 +130,8 @@ def warn_of_similar_names(names: Iterable[Any], key: str, what: str) -> None:
     groups: dict[str, list[str]] = {}
     for name in names:
         if isinstance(name, str):
-            spaced = re.sub(r"(?<=\w)[\s_-]+(?=\w)", " ", normalize("NFKC", name).casefold())
+            visible = "".join(each for each in normalize("NFKC", name) if category(each) != "Cf")
+            spaced = re.sub(r"(?<=\w)[\s_-]+(?=\w)", " ", visible.casefold())
             groups.setdefault(spaced.strip(" .,;:'\""), []).append(name)
     if similar := [group for group in groups.values() if len(group) > 1]:
         shown = one_line("; ".join(" and ".join(map(repr, group)) for group in similar[:FEW]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.core.arguments import ArgumentsMixin
 from fl_lightning.core.errors import ConfigError, FLError, one_line
 from fl_lightning.core.objectives import IGNORED, Objective
-from fl_lightning.data.checks import check, warn_of_whole_numbers
+from fl_lightning.data.checks import check, warn_of_likely_classes
 from fl_lightning.data.loaded_data import LoadedData
 
 KEY = "scenario.dataset"
@@ -77,7 +77,7 @@ class Dataset(ArgumentsMixin, ABC):
         if trains:
             self.check_test_classes(data)
             if objective is None and self.objective is None:
-                warn_of_whole_numbers(self.error_prefix, data.y_train)
+                warn_of_likely_classes(self.error_prefix, data.y_train)
         return data
 
     def check_test_classes(self, data: LoadedData) -> None:

@@ -102,6 +102,7 @@ SIMILAR = {
     "spaces": ["new york", " new  york"],
     "underscore": ["new_york", "new york"],
     "no-break space": ["new york", "new\N{NO-BREAK SPACE}york"],
+    "zero-width space": ["yes", "yes\N{ZERO WIDTH SPACE}"],
     "composed letters": ["Zu\N{COMBINING DIAERESIS}rich", "Z\N{LATIN SMALL LETTER U WITH DIAERESIS}rich"],
     "quotes": ["'yes'", "yes"],
 }
@@ -134,7 +135,18 @@ def test_class_folders_that_differ_only_in_their_writing_are_warned_of(tmp_path:
         Scenario(ImageFolder(str(tmp_path), size=8), IID(), 2).build(0)
 
 
-# --- Whole numbers in floating point ---
+# --- Classes in another form: one-hot rows, whole numbers in floating point ---
+
+
+def test_one_hot_labels_are_warned_of(tmp_path: Path) -> None:
+    labels = np.eye(3, dtype=np.int64)[np.arange(30) % 3]
+    data = {"x_train": np.zeros((30, 4), np.float32), "x_test": np.zeros((3, 4), np.float32), "y_test": labels[:3]}
+    for name, y in {"one": labels, "two": labels | labels[:, [0, 0, 0]]}.items():
+        np.savez(tmp_path / f"{name}.npz", y_train=y, **data)
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.path: .* argmax") as caught:
+        Arrays(str(tmp_path / "one.npz")).checked()
+    assert len(caught) == 1
+    assert Arrays(str(tmp_path / "two.npz")).checked().num_classes == 3
 
 
 def test_labels_of_0_and_1_in_floating_point_are_classes_or_labels(tmp_path: Path) -> None:
