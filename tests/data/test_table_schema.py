@@ -156,7 +156,7 @@ def test_a_resumed_run_writes_its_schema_again(tmp_path):
 
 
 def test_label_names_follow_the_kind_of_label(tmp_path):
-    frame = patients(40, 0).assign(flu=[0, 1] * 20, cold=[1, 0] * 20)
+    frame = patients(40, 0).assign(flu=[0, 1] * 20, cold=[0, 1] * 20)
     frame.to_csv(tmp_path / "t.csv", index=False)
     several = Table(str(tmp_path / "t.csv"), ["flu", "cold"], ["dose"]).checked().schema
     assert (several.label, several.classes) == (["flu", "cold"], None)
