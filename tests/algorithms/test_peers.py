@@ -1,5 +1,6 @@
 """Peers without a server: collecting, mixing and client state, compared with loops by hand."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -42,6 +43,7 @@ from fl_lightning.client.loss_term import LossTerm
 from fl_lightning.core.errors import ClientFailure, TooFewClients
 from fl_lightning.core.message import Message, Upload, bundle, message_to_tensors, tensors_to_message, unbundle
 from fl_lightning.core.task import failed_result
+from fl_lightning.engines.flower import shared_entries
 from fl_lightning.evaluation.evaluation import Evaluation
 from fl_lightning.models import MLP, Head
 
@@ -394,6 +396,30 @@ def test_a_client_that_fails_before_round_1_is_no_peer_until_it_has_trained(tmp_
     if method is PeerAlgorithm:
         tensors, samples = zip(*(published(run, client) for client in range(6)), strict=True)
         assert_near(run.state["model"], mean_by_hand([model_of(one) for one in tensors], samples), 1e-6)
+
+
+class Tampers(Watching):
+    """Try each upload of a round, as it is and without most of a layer's values."""
+
+    tried = 0
+
+    def run(self, worker, tasks, done):
+        for task in tasks:
+            result = worker.run(task)
+            if task.fit:
+                laid_out, name = result.memory["laid_out"], "values/head.weight"
+                cut = result.memory | {"laid_out": laid_out | {name: laid_out[name][:1]}}
+                self.try_upload(result, shared_entries(worker, task.client))
+                with pytest.raises(RuntimeError):
+                    self.try_upload(replace(result, memory=cut), shared_entries(worker, task.client))
+                self.tried += 1
+            done(result)
+
+
+def test_an_upload_that_peers_could_not_use_is_found_on_trial(tmp_path):
+    engine = Tampers()
+    finished(tmp_path, DisPFL(), engine=engine, rounds=2, **ALL)
+    assert engine.tried == 2 * K
 
 
 def test_a_failure_before_round_1_ends_a_run_that_drops_no_client(tmp_path):

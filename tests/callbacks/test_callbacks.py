@@ -86,7 +86,6 @@ def test_two_callbacks_of_one_class_have_separate_states(tmp_path):
     assert states[0][0]["best"] != states[0][1]["best"]
 
 
-@pytest.mark.thorough
 def test_callbacks_that_were_in_another_run_start_anew(tmp_path):
     kept = Checkpointing(monitor="global/acc")
     callbacks = [EarlyStopping(patience=1, min_delta=0.9), CommunicationMeter(), kept]
@@ -107,6 +106,7 @@ def test_a_default_metric_is_chosen_anew_for_each_run(tmp_path):
     assert stopping.mode == "min"
 
 
+@pytest.mark.thorough
 def test_run_that_fails_in_a_callback_can_be_resumed(tmp_path):
     class Breaks(RoundCallback):
         def on_round_metrics(self, run, metrics):

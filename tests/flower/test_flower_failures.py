@@ -122,7 +122,7 @@ def test_a_machine_that_lost_its_task_gets_it_again(tmp_path, alone):
     grid.lost = {100, 102, 104}
     run.fit()
     assert_same(alone, run)
-    assert grid.lost != {100, 102, 104}
+    assert grid.kinds.count("train") >= 5 * 4 + len({100, 102, 104} - grid.lost) > 5 * 4
 
 
 @pytest.mark.thorough
