@@ -250,6 +250,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
                 self._restore(self.checkpoints.read(self.round))
 
     def _publish_initial_models(self) -> None:
+        """Let all clients publish their untrained models, which their peers start from. Failed clients publish none."""
         published = 0
 
         def done(result: Result) -> None:

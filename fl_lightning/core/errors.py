@@ -193,7 +193,7 @@ def check_positive(prefix: str = "", **numbers: int | None) -> None:
 
 
 def check_instance(key: str, value: object, kind: Any, fix: str) -> None:
-    """Raise an error if a value from Python is not an object of a class.
+    """Raise an error if a value from Python is not an object of a class, or of one of several (`A | B`).
 
     Raises:
         ConfigError: Names the key, what was given and the class.

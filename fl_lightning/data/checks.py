@@ -187,7 +187,7 @@ def warn_of_likely_classes(who: str, y: Tensor) -> None:
             what = f"{len(values)} different whole numbers in floating point, so they are numbers to predict"
             fix = "Convert classes and 0/1 labels to integers; for numbers, set scenario.objective Regression"
             warnings.warn(f"{who}: the labels are {what}. {fix}", stacklevel=2)
-    elif y.ndim == 2 and y.shape[1] > 1 and bool(((y == 0).sum(dim=1) == y.shape[1] - 1).all() and (y.amax() == 1)):
+    elif y.ndim == 2 and y.shape[1] > 1 and bool(((y != 0).sum(dim=1) == 1).all() and (y.amax(dim=1) == 1).all()):
         what = "each sample has exactly one of several 0/1 labels, which are trained as independent labels"
         fix = "Convert classes with argmax(1); for independent labels, set scenario.objective MultiLabel"
         warnings.warn(f"{who}: {what}. {fix}", stacklevel=2)

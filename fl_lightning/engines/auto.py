@@ -146,6 +146,6 @@ def engine_of(engine: Engine | EngineName) -> Engine:
     if isinstance(engine, Engine):
         return engine
     kinds: dict[Any, type[Engine]] = {**ENGINES, "auto": AutoEngine, "ray": RayEngine}
-    if engine not in [*kinds]:
+    if engine not in [*kinds]:  # a list, because other objects may have no hash
         check_instance("engine", engine, Engine, f"Give an engine, such as StackedEngine(), or {', '.join(kinds)}")
     return kinds[engine]()

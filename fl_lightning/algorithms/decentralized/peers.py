@@ -164,7 +164,7 @@ class PeerAlgorithm(Algorithm):
         return super().remember(module, upload) | to_cpu(merged) | {LAID_OUT: message_to_tensors(upload)}
 
     def try_upload(self, round: Round, upload: Upload, memory: State, model: Tensors) -> None:
-        """Also collect what the client publishes, and average it with itself."""
+        """Add the upload to the mean, and let a client with the same network collect and average its publication."""
         self.aggregation(round).add(upload)
         own, published = (
             tensors_to_message(Message.pack({"model": weights}).tensors | memory[LAID_OUT])
