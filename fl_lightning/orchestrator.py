@@ -349,6 +349,7 @@ class FederatedOrchestrator(Experiment, ArgumentsMixin):
             self._restore(saved)
 
     def _restore(self, saved: Checkpoint) -> None:
+        saved.require_sections(self.server.state)
         self.record.restore(saved)
         self.round, self.server.state = saved.round, saved.state["state"]
         earlier = saved.state.get("earlier_states", {})

@@ -125,6 +125,9 @@ class Arrays(Dataset):
             several = {key: values for key, values in arrays.items() if key.startswith(f"{name}_")}
             return Inputs({key.removeprefix(f"{name}_"): self._tensor(key, several[key]) for key in several})
         values = arrays[name]
+        if values.ndim > 2 and values.dtype.kind in "iu" and values.dtype != np.uint8:
+            fix = "Save uint8 (0 to 255), or floating point, for example x / 65535"
+            raise self._error(f"{name} is {values.dtype} of shape {values.shape}. {fix}")
         x = self._tensor(name, values)
         if x.ndim == 3:
             return x.unsqueeze(1)

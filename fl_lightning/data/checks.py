@@ -174,13 +174,16 @@ def _check_inputs(name: str, x: Tensor, alone: bool) -> None:
         raise ValueError(f"{name} holds {low}; token ids count from 0, which is padding")
 
 
-def warn_of_likely_classes(who: str, y: Tensor) -> None:
-    """Warn if labels are probably classes in another form: few whole numbers in floating point, or one-hot rows.
+def warn_of_likely_classes(who: str, data: LoadedData) -> None:
+    """Warn if labels are probably classes in another form.
+
+    Such forms are few whole numbers in floating point, one-hot rows, and classes that are numbered from 1.
 
     Args:
         who: Beginning of the message: the config key and the class.
-        y: The training labels.
+        data: The data with the labels.
     """
+    y = data.y_train
     if y.is_floating_point():
         values = y.unique()
         if len(values) <= MOST_WHOLE_NUMBERS and (values % 1 == 0).all():
@@ -191,6 +194,9 @@ def warn_of_likely_classes(who: str, y: Tensor) -> None:
         what = "each sample has exactly one of several 0/1 labels, which are trained as independent labels"
         fix = "Convert classes with argmax(1); for independent labels, set scenario.objective MultiLabel"
         warnings.warn(f"{who}: {what}. {fix}", stacklevel=2)
+    elif y.ndim == 1 and data.class_names is None and len(y) and (y.min(), y.max()) == (1, data.num_classes - 1):
+        what = f"the labels are 1 to {data.num_classes - 1}, so no sample has class 0, which counts as a class"
+        warnings.warn(f"{who}: {what}. Subtract 1, if the classes are numbered from 1", stacklevel=2)
 
 
 def path_text(key: str, path: object) -> str:

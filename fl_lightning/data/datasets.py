@@ -77,7 +77,7 @@ class Dataset(ArgumentsMixin, ABC):
         if trains:
             self.check_test_classes(data)
             if objective is None and self.objective is None:
-                warn_of_likely_classes(self.error_prefix, data.y_train)
+                warn_of_likely_classes(self.error_prefix, data)
         return data
 
     def check_test_classes(self, data: LoadedData) -> None:

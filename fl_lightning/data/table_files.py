@@ -287,7 +287,7 @@ def _read_csv(
             warnings.simplefilter("error", pd.errors.ParserWarning)  # a row of more cells than the header has
             return pd.read_csv(file, **options, index_col=False, low_memory=False)
     except UnicodeError as error:
-        fix = "Save it as UTF-8, for example with iconv -f latin1 -t utf-8"
+        fix = "Save it as UTF-8, for example with iconv -f windows-1252 -t utf-8"
         raise BadFile(Path(path), f"not a readable CSV file (its text is not {encoding}: {error}). {fix}") from error
 
 

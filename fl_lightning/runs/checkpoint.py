@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,22 @@ class Checkpoint:
     state: dict[str, Any]
     files: dict[str, str]
     fingerprint: Fingerprint
+
+    def require_sections(self, sections: Iterable[str]) -> None:
+        """Raise an error if sections of the method's state are missing, as in another version's checkpoint.
+
+        Args:
+            sections: The names of the sections that the method starts with.
+
+        Raises:
+            CheckpointError: One of them is missing.
+        """
+        if missing := ", ".join(name for name in sections if name not in self.state["state"]):
+            made_with = self.fingerprint.made_with.get("fl-lightning", "another version")
+            what = f"the checkpoint of round {self.round} lacks the method's {missing}"
+            raise CheckpointError(
+                f"{what}. Resume it with the version that wrote it ({made_with}), or start a new run."
+            )
 
 
 class CheckpointFolder:

@@ -149,6 +149,25 @@ def test_one_hot_labels_are_warned_of(tmp_path: Path) -> None:
     assert Arrays(str(tmp_path / "two.npz")).checked().num_classes == 3
 
 
+def test_classes_that_are_numbered_from_1_are_warned_of(tmp_path: Path) -> None:
+    for name, first in {"from_0": 0, "from_1": 1}.items():
+        labels = {f"y_{split}": np.arange(n) % 3 + first for split, n in (("train", 20), ("test", 6))}
+        save_arrays(tmp_path / name, **labels)
+    with pytest.warns(UserWarning, match=r"^scenario.dataset.path: .* 1 to 3, .* class 0") as caught:
+        Arrays(str(tmp_path / "from_1")).checked()
+    assert len(caught) == 1
+    assert Arrays(str(tmp_path / "from_0")).checked().num_classes == 3
+    assert Arrays(str(tmp_path / "from_1"), num_classes=6).checked().num_classes == 6
+
+
+def test_classes_in_a_column_and_images_of_16_bits_are_refused_with_the_fix(tmp_path: Path) -> None:
+    classes = {f"y_{split}": np.arange(n)[:, None] % 3 for split, n in (("train", 20), ("test", 6))}
+    save_arrays(tmp_path / "column", **classes)
+    check_refused(lambda: Arrays(str(tmp_path / "column")), "dataset.path", "(n,)")
+    save_arrays(tmp_path / "images", x_train=np.full((20, 4, 4), 300, np.uint16))
+    check_refused(lambda: Arrays(str(tmp_path / "images")), "dataset.path", "x_train is uint16")
+
+
 def test_labels_of_0_and_1_in_floating_point_are_classes_or_labels(tmp_path: Path) -> None:
     columns = table() | {name: [float(value) for value in table()[name]] for name in ("flu", "cold")}
     write_csv(tmp_path / "t.csv", columns)

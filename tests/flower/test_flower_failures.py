@@ -470,6 +470,12 @@ def without_numbers(*names):
         ("FedKD", entries("upload/model/", lambda _: None), "KeyError"),
         ("FedFomo", entries("upload/affinity/worth", lambda _: None), "KeyError"),
         ("CriticalFL", entries("upload/model/", lambda value: value[:0]), "Error"),
+        ("PeerCriticalFL", entries("upload/model/", lambda value: value.flatten()[:0]), "instead of"),
+        ("PeerCriticalFL", entries("public/", lambda value: value.flatten()[:0]), "Error"),
+        ("FLoRA with ranks", entries("upload/model/", lambda value: value[:1]), "Error"),
+        ("FLoRA with ranks", entries("upload/model/", lambda _: None), "KeyError"),
+        ("FlexLoRA with ranks", entries("upload/model/", lambda value: value[:1]), "Error"),
+        ("FlexLoRA with ranks", entries("upload/model/", lambda _: None), "KeyError"),
     ],
 )
 def test_wrong_content_of_a_method_is_the_failure_of_its_client(tmp_path, method, change, message):
@@ -481,7 +487,7 @@ def test_wrong_content_of_a_method_is_the_failure_of_its_client(tmp_path, method
         tmp_path / "remote", alone, make, folder=tmp_path, on_client_failure="drop", **options
     )
     grid.change = lambda machine, records: change(records) if machine == 102 and is_result(records) else records
-    with pytest.warns(UserWarning, match=f"client 2, round 1: .*{message}"):
+    with pytest.warns(UserWarning, match=f"client 2, round [01]: .*{message}"):  # peers' first answers have round 0
         run.fit()
     assert run.csv.rows[-1]["client/failed"] == 1
 

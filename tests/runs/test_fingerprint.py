@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY, Outcome, contents, run, tiny, untimed_rows
-from experiments import experiment
+from experiments import ONE_EPOCH, experiment
 
 import fl_lightning
-from fl_lightning.core.errors import ConfigError
+from fl_lightning.algorithms import DFedAvgM
+from fl_lightning.core.errors import CheckpointError, ConfigError
 from fl_lightning.runs.fingerprint import Fingerprint
 from fl_lightning.runs.folder import lock_owner, lock_run_dir
 from fl_lightning.runs.metrics_csv import Digest
@@ -372,3 +373,18 @@ def test_manifest_holds_the_fingerprint(part):
     assert sorted(fingerprint["data"]) == ["partition", "x_test", "x_train", "y_test", "y_train"]
     assert sorted(fingerprint["rows"]) == ["clients.csv", "metrics.csv", "warnings.txt"]
     assert fingerprint["made_with"]["fl-lightning"] == fl_lightning.__version__
+
+
+def test_checkpoint_of_a_version_whose_method_kept_less_is_refused(tmp_path):
+    def peers(rounds):
+        return experiment(tmp_path, DFedAvgM(), rounds=rounds, trainer=ONE_EPOCH)
+
+    before = peers(1)
+    before.fit()
+    saved = before.checkpoints.read(1)
+    del saved.state["state"]["published"]
+    before.checkpoints.write(1, saved.state, saved.files, saved.fingerprint)
+    metrics = (tmp_path / "metrics.csv").read_bytes()
+    with pytest.raises(CheckpointError, match=r"round 1.*published"):
+        peers(2).fit(resume=True)
+    assert (tmp_path / "metrics.csv").read_bytes() == metrics

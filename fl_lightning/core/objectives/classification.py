@@ -107,7 +107,8 @@ class MultiLabel(Objective):
         if labels.ndim != 2 or labels.shape[1] != outputs:
             raise ValueError(f"needs {outputs} labels of 0 and 1 per sample, got {describe_tensor(labels)}")
         if len(labels) and not bool(((labels == 0) | (labels == 1)).all()):
-            raise ValueError("has other numbers than 0 and 1")
+            fix = ". Give classes the shape (n,), for example with y[:, 0]" if labels.shape[1] == 1 else ""
+            raise ValueError(f"has other numbers than 0 and 1{fix}")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return `acc` and `loss`, each averaged over the labels of a sample and summed over the samples."""
