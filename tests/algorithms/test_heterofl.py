@@ -125,7 +125,8 @@ def test_the_scaler_scales_narrow_layers_in_training_only(tmp_path):
     assert not torch.allclose(narrow.train()(x), evaluated, rtol=0.01)
 
 
-@pytest.mark.parametrize("engine", ["processes", "sequential"])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
 def test_the_scaler_is_the_same_in_processes_and_after_a_resume(tmp_path, engine):
     options = QUICK | {"scenario": digits(3), "clients_per_round": 3}
     whole = finished(tmp_path / "whole", HeteroFL(scaler=True), **options)

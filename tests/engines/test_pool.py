@@ -434,7 +434,8 @@ def finished_before_the_first(tmp_path, workers, held_megabytes):
     return engine.order.index(0), run
 
 
-@pytest.mark.parametrize(("workers", "results", "finished"), [(2, 0, 1), (3, 0, 2), (2, 5.5, 3), (2, 100, 18)])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("workers", "results", "finished"), [(2, 5.5, 3), (2, 0, 1), (3, 0, 2), (2, 100, 18)])
 def test_results_that_wait_for_a_slow_client_are_limited_by_memory(tmp_path, workers, results, finished):
     alone = experiment(tmp_path / "1", rounds=1, clients_per_round=None, scenario=digits(20, alpha=10))
     alone.fit()
@@ -529,7 +530,8 @@ class HangingPool(LocalPool):
         return []
 
 
-@pytest.mark.parametrize(("retries", "words"), [(0, "its worker process died"), (1, "2 worker processes died")])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(("retries", "words"), [(1, "2 worker processes died"), (0, "its worker process died")])
 def test_a_client_over_the_time_limit_is_tried_again_and_then_dropped(tmp_path, monkeypatch, retries, words):
     clock = Clock(monkeypatch)
     engine = HangingPool(clock, {3}, timeout=2.5, retries=retries)

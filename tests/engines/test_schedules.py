@@ -159,6 +159,7 @@ def test_a_schedule_over_the_run_is_stepped_through_all_rounds(tmp_path, engine,
     near(run.state["model"], expected)
 
 
+@pytest.mark.thorough
 def test_a_schedule_over_the_run_is_the_same_on_worker_processes(tmp_path):
     options = {
         "lr_scheduler": WarmupCosine,
