@@ -233,9 +233,10 @@ def tuned(entry, folder, fake, first=0.1, **options) -> TunedEntry:
 @pytest.mark.parametrize(("best", "first", "is_moved"), [(0.1, 0.1, False), (30, 1.0, True)])
 def test_every_method_has_the_same_number_of_trials(best, first, is_moved, tmp_path):
     entry = next(benchmark(tmp_path).entries())
-    fake = FakeRuns(at(best))
-    found = tuned(entry, tmp_path, fake, first)
+    fake, shown = FakeRuns(at(best)), []
+    found = tuned(entry, tmp_path, fake, first, show=lambda result, of: shown.append((result.number, of)))
     assert len(found.trials) == 6
+    assert shown == [(number, 6) for number in range(6)]
     assert len(fake.ran) == 6 * 2  # two seeds each
     assert fake.ran[0][-2:] == (f"--optimizer.lr={first}", "--seed=7")
     folder = tmp_path / "tuning/global/skewed/FedAvg"

@@ -179,17 +179,20 @@ def tune(
         raise ConfigError(f"{entry.name}: nothing to tune. Give search: a range, such as that of optimizer.lr")
 
     def search(
-        place: Path, ranges: Settings, budget: Budget, start: Defaults | None = None
+        place: Path, ranges: Settings, budget: Budget, start: Defaults | None = None, earlier: int = 0
     ) -> tuple[Sweep, list[TrialResult]]:
+        def show_of_all(result: TrialResult, _: int) -> None:
+            show(replace(result, number=earlier + result.number), trials)
+
         sweep = entry_sweep(entry, ranges, start)
-        return sweep, run_sweep(sweep, subfolder(out, place), run, tuning.seeds[0], budget, show)
+        return sweep, run_sweep(sweep, subfolder(out, place), run, tuning.seeds[0], budget, show_of_all)
 
     sweep, results = search(folder, ranges, Budget(-(-trials // 2), seconds / 2), defaults)
     best = best_trial(first_half(results, tuning), entry.table.maximize)
     moved = moved_ranges(entry, ranges, edge_keys(sweep, best), best, allows) if best else {}
     if moved:
         left = Budget(trials - len(results), seconds - used_seconds(results))
-        second, others = search(folder / MOVED, ranges | moved, left)
+        second, others = search(folder / MOVED, ranges | moved, left, earlier=len(results))
         results = [*results, *others]
         sweep = second if best_trial(results, entry.table.maximize) in others else sweep
     else:
