@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fl_lightning.core.errors import check_instance, one_line
 from fl_lightning.core.inputs import Inputs
-from fl_lightning.core.objectives import Objective, describe_tensor, objective_of
+from fl_lightning.core.objectives import Objective, Segmentation, describe_tensor, objective_of
 from fl_lightning.data.lazy import LazySamples, Samples, first_samples
 from fl_lightning.data.loaded_data import LoadedData
 
@@ -41,6 +41,8 @@ def check(data: LoadedData, objective: Objective | None = None) -> None:
         _check_split(data, split, inputs, objective)
     _check_alike(train, test)
     _check_transforms(data)
+    if isinstance(objective, Segmentation):
+        _check_masks(data, objective.ignore_index)
     if not objective.fewest <= data.num_classes <= MOST_CLASSES:
         raise ValueError(f"num_classes is {data.num_classes}, not between {objective.fewest} and {MOST_CLASSES:,}")
     _check_clients(data)
@@ -79,6 +81,16 @@ def _check_split(data: LoadedData, split: str, inputs: dict[str, Tensor], object
         if rows != len(y) or not rows:
             sizes = f"{name} has {rows} rows and y_{split} {len(y)}"
             raise ValueError(f"{sizes}. They need equally many, and at least one")
+
+
+def _check_masks(data: LoadedData, ignored: int) -> None:
+    """Check that the training masks have two classes: masks of 0 and 255 would only have the class 0."""
+    y = data.y_train
+    used = y[y != ignored]
+    if (len(used) and used.min() < used.max()) or (len(used) == y.numel() and data.num_classes > 1):
+        return
+    what = f"y_train holds only {' and '.join(map(str, y.unique().tolist()))}"
+    raise ValueError(f"{what}, and {ignored} marks pixels that are not used. Number at least two classes from 0")
 
 
 def _check_clients(data: LoadedData) -> None:

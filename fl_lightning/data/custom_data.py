@@ -87,7 +87,8 @@ def hold_out(y: Tensor, share: float, client: np.ndarray | None = None) -> np.nd
             mask[rows] = stratified_sample(strata[rows], share, rng)
     if not mask.any():
         of = "" if client is None else " of each client's"
-        raise ConfigError(f"{KEY}.test_share: {share} of {len(y):,} samples{of} is less than one. Raise it")
+        fix = "Raise it" if len(y) > 1 else "One sample cannot be split: add samples"
+        raise ConfigError(f"{KEY}.test_share: {share} of {len(y):,} samples{of} is less than one. {fix}")
     return mask
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -61,6 +62,8 @@ class Domains(Partition):
         for number in numbers:
             check_number("scenario.partition.clients_per_domain", number, "[1, inf)")
         check_number("scenario.partition.mixing", mixing, "[0, 1]")
+        if isinstance(clients_per_domain, dict):  # YAML reads a key such as 15 as an integer
+            clients_per_domain = {str(domain): number for domain, number in clients_per_domain.items()}
         self.clients_per_domain, self.mixing, self.leave_out = clients_per_domain, mixing, leave_out
 
     def split_dataset(
@@ -257,6 +260,8 @@ class DomainFolder(ImageFolder):
             lists = self._lists(root, domains)
             if lists:
                 parts = [[listed_images(root, path) for path in own] for own in lists]
+                if both := set().union(*(set(train) & set(test) for train, test in parts)):
+                    raise BadFile(min(both), "is in a list of training images and in one of test images")
             else:
                 parts = [[_images_below(root / domain), []] for domain in domains]
         files = [path for train, test in parts for path in train + test]
@@ -293,7 +298,7 @@ def listed_images(root: Path, path: Path) -> list[Path]:
     """
     images = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
-        name = line.rpartition(" ")[0].strip() if line.rpartition(" ")[2].isdigit() else line.strip()
+        name = re.sub(r"\s+\d+\s*\Z", "", line).strip()
         parts = name.split("/")
         if not name:
             continue

@@ -168,9 +168,9 @@ def whole_numbers(values: np.ndarray, name: str) -> Tensor:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 text file."""
+    """Return the content of a UTF-8 text file, without the byte order mark that editors of Windows write."""
     with open_file(path, "text") as file:
-        if text := file.read().decode():
+        if text := file.read().decode("utf-8-sig"):
             return text
     raise BadFile(path, "is empty")
 

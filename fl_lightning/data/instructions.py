@@ -162,7 +162,7 @@ def text_of(record: dict[str, Any], field: str) -> str:
 def client_of(record: dict[str, Any], field: str) -> str | int:
     """Return the client that a field of a line names."""
     client = record.get(field)
-    if not isinstance(client, str | int) or isinstance(client, bool) or "\0" in str(client):
+    if not isinstance(client, str | int) or isinstance(client, bool) or not str(client).strip() or "\0" in str(client):
         raise ValueError(f"names no client in the field {field!r}. Write a text or an integer")
     return client
 

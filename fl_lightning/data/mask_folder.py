@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from fl_lightning.core.errors import ConfigError, check_number, one_line
-from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path
+from fl_lightning.core.names import join_names
+from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
 from fl_lightning.data.datasets import KEY, count_outputs
 from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
 from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions, naming_path
@@ -24,9 +26,10 @@ class MaskFolder(CustomDataset):
     """Custom images with a mask each, for segmentation: `images/NAME.png` and `masks/NAME.png`.
 
     If the two folders are in subfolders, such as `hospital_a/images`, the subfolders are the clients, for the partition
-    `ByClient`. A mask has the file name of its image, up to the ending. Its pixels are the class indices, from 0, as in
-    a grey or palette PNG; 255 marks pixels that are not used. Images are normalized to mean 0 and standard deviation 1
-    of the training images, channel by channel.
+    `ByClient`; subfolders `train` and `test` (or `val`) are the two splits instead. A mask has the file name of its
+    image, up to the ending. Its pixels are the class indices, from 0, as in a grey or palette PNG; 255 marks pixels
+    that are not used. Images are normalized to mean 0 and standard deviation 1 of the training images, channel by
+    channel.
 
     Args:
         path: The folder.
@@ -78,21 +81,51 @@ class MaskFolder(CustomDataset):
     def _samples(self) -> Samples:
         root = existing_path(self.path, folder=True)
         with naming_path():
-            sites = [name for name in subfolders(root) if self.images in subfolders(root / name)]
-            alone = self.images in subfolders(root)
-            if not sites and not alone:
-                what = f"no folder {self.images} found in it or in its subfolders"
-                raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Set {KEY}.images to its name")
-            pairs = [(pair, site) for site in ([""] if alone else sites) for pair in self._pairs(root / site)]
+            sites, splits = self._sites(root)
+            pairs = [(pair, site) for site in sites for pair in self._pairs(root / site)]
             files = [image for (image, _), _ in pairs]
             y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], self.options.size))
-        outputs = self.num_classes or max(2, count_outputs(y))
-        client = None if alone else np.array([site for _, site in pairs])
-        return Samples(files, Labels(y, outputs, [str(number) for number in range(outputs)]), client)
+        outputs = self.num_classes or count_outputs(y)
+        if self.num_classes is None:
+            self._warn_of_gaps(y, outputs)
+        site = np.array([site for _, site in pairs])
+        client = None if splits or sites == [""] else site
+        test = site == sites[1] if splits and len(sites) > 1 else None
+        return Samples(files, Labels(y, outputs, [str(number) for number in range(outputs)]), client, test)
+
+    def _sites(self, root: Path) -> tuple[list[str], bool]:
+        """Return the folders with images and masks below `root`, and whether they are a training and a test set.
+
+        A single folder that is `root` itself is the empty text.
+        """
+        folders = subfolders(root)
+        sites = found = [name for name in folders if self.images in subfolders(root / name)]
+        splits = {split_of(name): name for name in sites}
+        if self.images in folders:
+            sites, splits = [""], {}
+        elif not sites:
+            what = f"no folder {self.images} found in it or in its subfolders"
+            raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Set {KEY}.images to its name")
+        else:
+            found = folders
+        are_splits = "train" in splits and None not in splits
+        if are_splits:
+            sites = [name for name in (splits["train"], splits.get("test", splits.get("val"))) if name]
+        if unused := [name for name in found if name not in sites]:
+            what = f"{one_line(self.path)}: the images of {one_line(join_names(unused))} are not used"
+            warnings.warn(
+                f"{KEY}.path: {what}; only those of {one_line(join_names(sites)) or 'images'} are", stacklevel=2
+            )
+        return sites, are_splits
 
     def _pairs(self, folder: Path) -> list[tuple[Path, Path]]:
         """Return the image and the mask of each sample in a folder, sorted by name."""
-        masks = {path.stem: path for path in files_in(existing_path(str(folder / self.masks), folder=True))}
+        masks: dict[str, Path] = {}
+        for path in files_in(existing_path(str(folder / self.masks), folder=True, key="masks")):
+            if other := masks.get(path.stem):
+                what = f"{one_line(str(path))}: has the name of {one_line(other.name)}"
+                raise ConfigError(f"{KEY}.path: {what}, so the mask is not clear. Remove one of them")
+            masks[path.stem] = path
         pairs = []
         for image in files_in(folder / self.images):
             if image.stem not in masks:
@@ -100,6 +133,13 @@ class MaskFolder(CustomDataset):
                 raise ConfigError(f"{KEY}.path: {one_line(str(image))}: {what}. Add it, or remove the image")
             pairs.append((image, masks[image.stem]))
         return pairs
+
+    def _warn_of_gaps(self, y: Tensor, outputs: int) -> None:
+        """Warn if a class below the largest one has no pixel, as in grey masks of 0 and 128."""
+        counts = np.sum([np.bincount(mask.ravel(), minlength=256) for mask in y.numpy()], axis=0)[:outputs]
+        if len(absent := np.flatnonzero(counts == 0)):
+            what = f"no pixel has class {absent[0]} ({len(absent)} of {outputs} classes have none)"
+            warnings.warn(f"{KEY}.path: {what}. Number the classes from 0, or set num_classes", stacklevel=2)
 
     def _inputs(self, source: list[Path], order: np.ndarray, fitted: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
         with naming_path():

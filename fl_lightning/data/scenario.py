@@ -241,7 +241,7 @@ class Scenario:
         for client, part in enumerate(splits.train):
             if not len(part):
                 whose = Names(shown_names(splits.ids)).client(client)
-                fix = "Lower scenario.clients, or use a partition with min_samples"
+                fix = "Use fewer clients, or a partition with min_samples"
                 raise ConfigError(f"scenario.partition: {whose} has no data. {fix}")
         clients = len(splits.train) if self.clients is None else self.clients
         try:

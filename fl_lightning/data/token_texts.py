@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,19 +135,26 @@ class TextFile(TokenTexts):
         super().__init__(path, tokenizer, length, vocab_size, test_path, test_share)
         if not separator:
             raise ConfigError(f"{KEY}.separator: it is empty. Leave it out for one text per line")
-        self.separator = separator
+        self.separator = translate_lines(separator)
 
     def _read(self, key: str, path: str, tokenizer: Tokenizer) -> Iterator[TokenText]:
         is_folder = os.path.isdir(path)
         try:
             for file in files_in(Path(path)) if is_folder else [existing_path(path, key=key)]:
-                for text in read_text(file).split(self.separator):
-                    if text.strip():
-                        tokens = [*tokenizer.start, *tokenizer.split(text), *tokenizer.end]
-                        for piece in cut_tokens(tokens, self.length):
-                            yield TokenText(piece, [True] * len(piece), file.stem if is_folder else None)
+                texts = [text for text in translate_lines(read_text(file)).split(self.separator) if text.strip()]
+                if is_folder and not texts:
+                    raise BadFile(file, "has no text")
+                for text in texts:
+                    tokens = [*tokenizer.start, *tokenizer.split(text), *tokenizer.end]
+                    for piece in cut_tokens(tokens, self.length):
+                        yield TokenText(piece, [True] * len(piece), file.stem if is_folder else None)
         except BadFile as error:
             raise ConfigError(f"{KEY}.{key}: {error}. Replace or remove it") from error
+
+
+def translate_lines(text: str) -> str:
+    """Return a text whose line ends, of Windows or of another system, are replaced by line feeds."""
+    return StringIO(text, newline=None).read()
 
 
 def cut_tokens(tokens: Sequence[Token], length: int) -> Iterator[Sequence[Token]]:

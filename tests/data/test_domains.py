@@ -154,6 +154,9 @@ def test_the_number_of_clients_follows_from_the_config_or_from_the_sizes() -> No
     by_size = Scenario(Styles(), Domains(), clients=5).build(0).client_ids
     assert [name.split("/")[0] for name in by_size] == ["art", "art", "photo", "photo", "sketch"]
     assert len(Scenario(Styles(), Domains(2), clients=6).build(0).shards) == 6
+    numbers: dict[Any, int] = {0: 1, 45: 2}  # as YAML reads the names of the domains
+    rotated = Scenario(RotatedDigits(angles=(0, 45)), Domains(numbers)).build(0).client_ids
+    assert rotated == ["0/0", "45/0", "45/1"]
 
 
 def test_data_whose_test_samples_have_no_domain_are_tested_on_a_share_of_each_client() -> None:
@@ -309,6 +312,9 @@ def damage(root: Path, how: str) -> dict[str, Any]:
         return {"path": str(root / "art")}
     if how == "one list":
         (root / "art_train.txt").write_text("art/cat/00.png 0\n")
+    if how == "both lists":
+        write_lists(root)
+        (root / "art_test.txt").write_text((root / "art_train.txt").read_text())
     if how in ("short line", "other folder", "no file"):
         write_lists(root)
         line = {"short line": "cat/00.png 0", "other folder": "../cat/00.png 0", "no file": "art/cat/77.png 0"}[how]
@@ -322,6 +328,7 @@ def damage(root: Path, how: str) -> dict[str, Any]:
         ("no such domain", "domains"),
         ("no domains", "path"),
         ("one list", "path"),
+        ("both lists", "path"),
         ("short line", "path"),
         ("other folder", "path"),
         ("no file", "path"),
@@ -335,7 +342,7 @@ def test_bad_folders_are_refused_by_their_key(how: str, key: str, tmp_path: Path
 
 def test_a_name_in_a_list_may_contain_spaces_and_need_no_number(tmp_path: Path) -> None:
     path = tmp_path / "art_train.txt"
-    path.write_text("art/big cat/a 1.png 3\n\nart/dog/b.png\n")
+    path.write_bytes(b"\xef\xbb\xbfart/big cat/a 1.png\t3\r\n\r\nart/dog/b.png\r\n")
     assert [str(image.relative_to(tmp_path)) for image in listed_images(tmp_path, path)] == [
         "art/big cat/a 1.png",
         "art/dog/b.png",

@@ -98,6 +98,12 @@ def test_blank_lines_and_other_fields_do_not_matter(tmp_path: Path) -> None:
     assert len(data.y_train) + len(data.y_test) == 5
 
 
+def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+    path = Path(write_jsonl(tmp_path / "a.jsonl", [PROMPT] * 5))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(InstructionFile(str(path)).checked().y_train) == 4
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -129,7 +135,7 @@ def test_a_wrong_line_is_refused_by_its_number(line: Any, tmp_path: Path) -> Non
     assert refusal(InstructionFile(path)).startswith(f"scenario.dataset.path: {path}: line 3: ")
 
 
-@pytest.mark.parametrize("client", [None, 1.5, True, "a\0", ["a"]])
+@pytest.mark.parametrize("client", [None, 1.5, True, "a\0", ["a"], " "])
 def test_a_line_without_a_client_is_refused_by_its_number(client: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [PROMPT | {"site": "a"}, PROMPT | {"site": client}])
     assert refusal(InstructionFile(path, client="site")).startswith(f"scenario.dataset.path: {path}: line 2: ")

@@ -69,6 +69,16 @@ def damaged(folder: Path, how: str) -> dict[str, Any]:
         mask.write_bytes(b"text")
     elif how == "one size":
         Image.new("L", (4, 4)).save(mask)
+    elif how == "0 and 255":
+        for path in mask.parent.iterdir():
+            Image.fromarray((np.asarray(Image.open(path)) > 0).astype(np.uint8) * 255).save(path)
+    elif how == "one class":
+        for path in mask.parent.iterdir():
+            Image.new("L", (8, 8)).save(path)
+    elif how == "two masks":
+        Image.new("L", (8, 8)).save(mask.with_suffix(".tif"))
+    elif how == "no masks":
+        mask.parent.rename(folder / "labels")
     elif how == "all sizes":
         for path in mask.parent.iterdir():
             Image.new("L", (4, 4)).save(path)
@@ -85,6 +95,10 @@ def damaged(folder: Path, how: str) -> dict[str, Any]:
         ("one size", "scenario.dataset.size"),
         ("all sizes", "scenario.dataset.size"),
         ("class", "scenario.dataset: MaskFolder"),
+        ("0 and 255", "scenario.dataset: MaskFolder: y_train holds only 0 and 255"),
+        ("one class", "scenario.dataset: MaskFolder: y_train holds only 0"),
+        ("two masks", "scenario.dataset.path"),
+        ("no masks", "scenario.dataset.masks"),
     ],
 )
 def test_bad_folders_are_refused_by_their_key(how: str, key: str, tmp_path: Path) -> None:
@@ -94,6 +108,68 @@ def test_bad_folders_are_refused_by_their_key(how: str, key: str, tmp_path: Path
         Image.new("L", (8, 8), 2).save(tmp_path / "masks" / "a.png")
     options = damaged(tmp_path, how)
     assert refusal(lambda: MaskFolder(str(tmp_path), **options).checked()).startswith(key)
+
+
+@pytest.mark.parametrize("second", ["test", "Validation"])
+def test_folders_of_splits_are_no_sites(second: str, tmp_path: Path) -> None:
+    for site, value in (("train", 1), (second, 2)):
+        for name in "abc":
+            write_pair(tmp_path / site, name, value)
+    data = MaskFolder(str(tmp_path)).checked()
+    assert data.client_train is None
+    assert data.x_train.unique().tolist() == [1]
+    assert data.x_test.unique().tolist() == [2]
+
+
+def test_only_a_folder_of_training_images_holds_out_a_share(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path / "train", name, 1)
+    data = MaskFolder(str(tmp_path)).checked()
+    assert (len(data.x_train), len(data.x_test), data.client_train) == (4, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("used", "unused"), [(("a", "b"), "c"), (("train", "test"), "val"), (("",), "c/images"), (("a", "b"), "c/pictures")]
+)
+def test_folders_that_are_not_used_are_warned_of(used: tuple[str, ...], unused: str, tmp_path: Path) -> None:
+    for site in used:
+        for name in "abc":
+            write_pair(tmp_path / site, name, 1)
+    if unused == "val":
+        write_pair(tmp_path / unused, "a", 1)
+    (tmp_path / unused).mkdir(parents=True, exist_ok=True)
+    with pytest.warns(UserWarning, match=f"the images of {unused.split('/')[0]} are not used"):
+        MaskFolder(str(tmp_path), test_share=0.5).checked()
+
+
+def test_classes_without_a_pixel_are_warned_of(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path, name, 7)
+        mask = tmp_path / "masks" / f"{name}.png"
+        Image.fromarray(np.asarray(Image.open(mask)) * 17).save(mask)
+    with pytest.warns(UserWarning, match="no pixel has class 1 "):
+        assert MaskFolder(str(tmp_path)).checked().num_classes == 18
+    assert MaskFolder(str(tmp_path), num_classes=18).checked().num_classes == 18
+
+
+def test_a_site_may_lack_a_class_that_it_declares(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path, name, 7)
+        Image.new("L", (8, 8)).save(tmp_path / "masks" / f"{name}.png")
+    assert MaskFolder(str(tmp_path), num_classes=2).checked().num_classes == 2
+
+
+@pytest.mark.parametrize("num_classes", [None, 2])
+def test_arrays_of_0_and_255_are_refused(num_classes: int | None, tmp_path: Path) -> None:
+    x, y = np.zeros((4, 8, 8), np.uint8), np.array([0, 255], np.uint8)[np.eye(8, dtype=int)[None].repeat(4, 0)]
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert "holds only 0 and 255" in refusal(Arrays(str(tmp_path / "data.npz"), num_classes=num_classes))
+
+
+def test_masks_with_a_channel_are_refused_by_their_shape(tmp_path: Path) -> None:
+    x, y = np.zeros((4, 8, 8), np.uint8), np.eye(8, dtype=np.uint8)[None, None].repeat(4, 0)
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert "mask (height, width)" in refusal(Arrays(str(tmp_path / "data.npz")))
 
 
 def test_arrays_of_masks_stay_bytes(tmp_path: Path) -> None:

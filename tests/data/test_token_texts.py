@@ -78,6 +78,30 @@ def test_paragraphs_are_texts_with_another_separator(tmp_path: Path) -> None:
     assert len(data.y_train) + len(data.y_test) == 5
 
 
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+@pytest.mark.parametrize("separator", ["\n\n", "own"])
+def test_line_ends_and_byte_order_marks_of_other_systems_do_not_matter(
+    end: str, separator: str, tmp_path: Path
+) -> None:
+    lines = ["a b", "b", "", "c", "", "d", "", "e", "", "f"]
+    expected = TextFile(write_lines(tmp_path / "a.txt", lines), "bytes", 6, separator="\n\n").checked()
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + end.join(lines).encode())
+    own = 2 * end if separator == "own" else separator
+    data = TextFile(str(tmp_path / "b.txt"), "bytes", 6, separator=own).checked()
+    assert rows_of(data) == rows_of(expected)
+    assert rows_of(data, "test") == rows_of(expected, "test")
+
+
+def test_a_client_without_text_is_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "texts" / "a.txt", LINES)
+    blank = write_lines(tmp_path / "texts" / "b.txt", [" ", ""])
+    assert refusal(TextFile(str(tmp_path / "texts"))).startswith(f"scenario.dataset.path: {blank}: ")
+
+
+def test_a_single_text_cannot_be_split(tmp_path: Path) -> None:
+    assert "add samples" in refusal(TextFile(write_lines(tmp_path / "a.txt", ["a b"])))
+
+
 def test_a_partition_by_class_is_refused_and_the_tokens_are_one_group(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.txt", ["a b"] * 20)
     message = refusal(lambda: Scenario(TextFile(path), Dirichlet(), 2).build(0))

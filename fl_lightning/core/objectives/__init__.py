@@ -23,6 +23,6 @@ def objective_of(labels: Tensor) -> Objective:
     """
     if labels.is_floating_point():
         return Regression()
-    if labels.ndim == 3:
-        return Segmentation()
+    if labels.ndim > 2:
+        return Segmentation()  # which refuses other shapes
     return MultiLabel() if labels.ndim == 2 else Classification()
