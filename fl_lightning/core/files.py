@@ -115,18 +115,19 @@ def open_file(path: Path, most: float | None = None, links: bool = False) -> Ite
         yield file
 
 
-def open_to_append(path: Path, mode: str = "ab", **options: Any) -> IO[Any]:
-    """Open a file in a folder of unknown origin for appending. Create it if it does not exist.
+def open_to_append(path: Path, mode: str = "ab", create: bool = True, **options: Any) -> IO[Any]:
+    """Open a file in a folder of unknown origin for appending.
 
     Args:
         path: The file.
         mode: `ab` or `a`.
+        create: Whether the file is created if it does not exist.
         options: More arguments of `open`.
 
     Raises:
         OSError: The file cannot be written, or is not regular: a link, a pipe, a device.
     """
-    return open(_open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), mode, **options)
+    return open(_open(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if create else 0)), mode, **options)
 
 
 def _open(path: Path, flags: int, links: bool = False) -> int:

@@ -93,7 +93,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if self.mode not in OFFLINE:
             require_trust("logger.offline", self.mode)
         default_tags = [word.strip() for word in os.environ.get("WANDB_TAGS", "").split(",")]
-        self._wandb_init = {
+        self._given: dict[str, Any] = {
             "id": None if self._swept else _option_or_variable(None, "RUN_ID"),
             "project": project if self._swept else _option_or_variable(project, "PROJECT"),
             "entity": entity if self._swept else _option_or_variable(entity, "ENTITY"),
@@ -105,6 +105,7 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
             "mode": self.mode,
             "resume": "allow",
         }
+        self._wandb_init = dict(self._given)  # of the current run
         self._last_round = -1  # the last round in the W&B run when the run was resumed
         self._row_is_open = False  # whether values were logged since the last `save`
 
@@ -155,6 +156,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
                 settings = wandb.Settings(console="off")
                 if self.mode in OFFLINE:
                     settings.silent = True
+                if wandb.run is not None and not self._swept:
+                    settings.reinit = "create_new"  # by default, W&B would end the run that is open in this process
                 self._experiment = wandb.init(**self._wandb_init, settings=settings)
             self._experiment.define_metric("round")
             self._experiment.define_metric("*", step_metric="round")
@@ -195,7 +198,8 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         if not note and (run_dir / NOTE).parent.exists():
             warnings.warn(f"{run_dir / NOTE} not found: a new W&B run begins", stacklevel=2)
         defaults = {"project": "fl-lightning", "name": labels.name, "group": labels.group, "of": of} | note
-        options, online = self._wandb_init, note.get("online", False)
+        self._wandb_init = options = dict(self._given)
+        online = note.get("online", False)
         keys = [*(() if self._swept else ("id", "project", "entity")), *(() if online else ("name", "group"))]
         options |= {key: options[key] or defaults.get(key) for key in keys}
         if options["tags"] or not online:

@@ -67,9 +67,11 @@ def lock_run_dir(folder: Path, others: Collection[str] = ()) -> Iterator[list[Pa
 
     Raises:
         ConfigError: Another process holds the lock (the message names its process id and machine), or the folder cannot
-            be written to.
+            be written to, or its path begins with `~`.
     """
     lock = FileLock(folder / LOCK)
+    if folder.parts[:1] == ("~",) and not Path("~").exists():  # the shell replaces it, but not in quotes or in a config
+        raise ConfigError(f"{folder}: ~ is not replaced. Write the whole path")
     try:
         created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,9 @@ def lock_run_dir(folder: Path, others: Collection[str] = ()) -> Iterator[list[Pa
         lock.acquire(timeout=LOCK_SECONDS, poll_interval=LOCK_SECONDS / 10)
     except Timeout:
         raise ConfigError(f"{folder}: {lock_owner(folder)} uses this folder. Wait for it, or stop it.") from None
+    except FileExistsError as error:
+        what = "it is a file or a broken link. Name a folder"
+        raise ConfigError(f"{folder} cannot be written to: {what}") from error
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written to: {error}") from error
     except NotImplementedError:

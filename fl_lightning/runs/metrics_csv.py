@@ -93,13 +93,13 @@ class MetricsCsv:
         """Append a round's metrics to `clients.csv`, then to `metrics.csv`. The new rows survive a kill of the process.
 
         Raises:
-            CheckpointError: Writing fails.
+            CheckpointError: Writing fails, for example because the run folder was moved since the round before.
         """
         row = dict(metrics)
         try:
             self.clients.append(int(row["round"]), metrics.clients)
             if row.keys() <= set(self._columns):
-                with open_to_append(self.path, "a", newline="") as file:
+                with open_to_append(self.path, "a", create=False, newline="") as file:
                     csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
             else:
                 self._rewrite([*self.rows, row])
@@ -112,7 +112,7 @@ class MetricsCsv:
         """Flush all rows of `metrics.csv` and `clients.csv` to disk, so that they survive a power failure.
 
         Raises:
-            CheckpointError: Writing fails.
+            CheckpointError: Writing fails, for example because the run folder was moved since the round before.
         """
         try:
             for path in filter(Path.exists, (self.clients.path, self.path)):
@@ -190,7 +190,7 @@ class ClientsCsv:
         name = {k: {CLIENT_NAME: self.names[k]} if self.names else {} for k in clients}
         rows = [{"round": round, "client": k, **name[k], **row} for k, row in sorted(clients.items()) if row]
         if rows:
-            with open_to_append(self.path, "a", newline="", encoding="utf-8") as file:
+            with open_to_append(self.path, "a", create=False, newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         for each in rows:
             self.digest.add(each)

@@ -103,6 +103,9 @@ class Online:
     def define_metric(self, *args, **kwargs):
         pass
 
+    def finish(self, exit_code):
+        pass
+
     def log(self, row, step=None, commit=None):
         if row:
             self.rows.append((step, row))
@@ -481,6 +484,35 @@ def test_wandb_sweep_sets_the_run(tmp_path, monkeypatch):
         monkeypatch.delenv(f"WANDB_{name}")
     attach_logger(tmp_path)  # resumed without the agent
     assert [online.given[2][key] for key in ("id", "project", "entity")] == ["id1", "p", "e"]
+
+
+def test_a_logger_of_two_runs_keeps_no_names_of_the_first(tmp_path, monkeypatch):
+    online, logger = Online(monkeypatch), WandbRoundLogger(tags=["mine"])
+    for name in ("first", "second", "first"):
+        labels = Labels(f"{name}-seed0", f"{name}-123456", [name])
+        logger.attach(tmp_path / name, {"seed": 0}, labels)
+        online.id = f"id-{name}"
+        logger.finalize("success")
+        logger.attach(tmp_path / name, {"seed": 0}, labels)
+        logger.finalize("success")
+    actual = [[given[key] for key in ("id", "name", "group", "tags")] for given in online.given]
+    first, second = (
+        ["first-seed0", "first-123456", ["mine", "first"]],
+        ["second-seed0", "second-123456", ["mine", "second"]],
+    )
+    assert [given[1:] for given in actual] == [first, first, second, second, first, first]
+    assert actual[0][0] is None
+    assert actual[2][0] is None
+
+
+def test_a_wandb_run_of_the_user_goes_on(tmp_path):
+    with wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True, console="off")) as own:
+        logger = WandbRoundLogger()
+        logger.attach(tmp_path / "run", {"seed": 0}, LABELS)
+        logger.finalize("success")
+        assert wandb.run is own
+        own.log({"x": 1})  # raises an error if the run is finished
+        assert own.id != json.loads((tmp_path / "run" / "wandb" / "run.json").read_text())["id"]
 
 
 def test_names_edited_online_are_kept(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.core.errors import Damaged
+from fl_lightning.core.errors import CheckpointError, Damaged
 from fl_lightning.evaluation.round_metrics import RoundMetrics
 from fl_lightning.evaluation.summary import Row
 from fl_lightning.runs.metrics_csv import MetricsCsv
@@ -72,6 +72,16 @@ def test_a_row_without_new_columns_is_only_added_at_the_end(path: Path) -> None:
     metrics.append(RoundMetrics({"global/loss": 1.0, "round": 2}))
     assert path.read_bytes() == before + b"2,,1.0\n"
     assert path.stat().st_ino == node
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "clients.csv"])
+def test_a_file_that_was_moved_during_the_run_is_not_begun_again(name: str, path: Path) -> None:
+    metrics = write(path, [])
+    metrics.append(RoundMetrics({"round": 1, "global/acc": 0.5}, {0: {"acc": 1.0}}))
+    path.with_name(name).unlink()
+    with pytest.raises(CheckpointError, match=f"cannot write round 2 to .*{name}"):
+        metrics.append(RoundMetrics({"round": 2, "global/acc": 0.5}, {0: {"acc": 1.0}}))
+    assert not path.with_name(name).exists()
 
 
 def test_columns_are_grouped_and_sorted_by_number(path: Path) -> None:

@@ -54,6 +54,18 @@ def test_a_new_run_changes_no_other_files_in_its_folder(name, here):
         assert (here / "run/final/summary.json").exists()
 
 
+@pytest.mark.parametrize("folder", ["~/run", "~/runs/run"])
+def test_a_home_folder_that_the_shell_has_not_replaced_is_refused(folder, here):
+    check_refused_command(["fit", "--config", "tiny.yaml", "--run_dir", folder], [f"{folder}: ~ is not replaced"])
+    Path("~").mkdir()
+    assert run("fit", "--config", "tiny.yaml", "--run_dir", "~/run").code == 0
+
+
+def test_a_broken_link_is_no_run_folder(here):
+    Path("run").symlink_to("nowhere")
+    check_refused_command(FIT, ["run cannot be written to: it is a file or a broken link"])
+
+
 @pytest.mark.parametrize("form", ["run/../run", "{}"])
 def test_config_in_the_run_folder_is_not_replaced(form, here):
     Path("run").mkdir()
