@@ -323,7 +323,10 @@ class ClientModule(L.LightningModule):
         return self.loss_record.steps
 
     def train_losses(self) -> dict[str, float]:
-        """Return the mean of each training loss over the steps of the fit, and the sum of these means as `loss`."""
+        """Return the mean of each training loss over the steps of the fit, and the sum of these means as `loss`.
+
+        With several devices, these are the steps of this process, and the logged `train_loss` is the mean of all.
+        """
         return self.loss_record.means()
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

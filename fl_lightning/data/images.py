@@ -77,7 +77,7 @@ class RotatedDigits(Dataset):
     """
 
     def __init__(self, angles: tuple[int, ...] = (0, 15, 30, 45, 60, 75)) -> None:
-        if not 1 <= len(angles) <= MOST_ANGLES or len(set(angles)) < len(angles):
+        if not 1 <= len(angles) <= MOST_ANGLES or len({angle % 360 for angle in angles}) < len(angles):
             what = f"{list(angles)} are not 1 to {MOST_ANGLES} different angles"
             raise ConfigError(f"scenario.dataset.angles: {what}. Give each domain its own")
         self.angles = tuple(angles)

@@ -132,6 +132,9 @@ class MaskFolder(CustomDataset):
                 what = f"has no mask {self.masks}/{one_line(image.stem)}.*"
                 raise ConfigError(f"{KEY}.path: {one_line(str(image))}: {what}. Add it, or remove the image")
             pairs.append((image, masks[image.stem]))
+        if alone := sorted(masks.keys() - {image.stem for image, _ in pairs}):
+            what = f"{one_line(str(folder))}: no image of the mask {one_line(masks[alone[0]].name)} found"
+            warnings.warn(f"{KEY}.path: {what} ({len(alone)} of {len(masks)} masks are not used)", stacklevel=2)
         return pairs
 
     def _warn_of_gaps(self, y: Tensor, outputs: int) -> None:

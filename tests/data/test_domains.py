@@ -241,7 +241,7 @@ def test_angles_between_right_angles_are_rounded_to_the_levels_of_the_digits() -
     assert levels.max() == 16
 
 
-@pytest.mark.parametrize("angles", [(), (1, 1), tuple(range(27))])
+@pytest.mark.parametrize("angles", [(), (1, 1), (0, 360), tuple(range(27))])
 def test_angles_that_are_no_different_domains_are_refused(angles: tuple[int, ...]) -> None:
     assert refusal(lambda: RotatedDigits(angles=angles)).startswith("scenario.dataset.angles:")
 

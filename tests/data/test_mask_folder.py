@@ -142,6 +142,14 @@ def test_folders_that_are_not_used_are_warned_of(used: tuple[str, ...], unused: 
         MaskFolder(str(tmp_path), test_share=0.5).checked()
 
 
+def test_masks_without_an_image_are_warned_of(tmp_path: Path) -> None:
+    for name in "abcde":
+        write_pair(tmp_path, name, 7)
+    (tmp_path / "images" / "c.png").unlink()
+    with pytest.warns(UserWarning, match=r"no image of the mask c.png found \(1 of 5 masks"):
+        assert len(MaskFolder(str(tmp_path)).checked().x_train) == 3
+
+
 def test_classes_without_a_pixel_are_warned_of(tmp_path: Path) -> None:
     for name in "abcde":
         write_pair(tmp_path, name, 7)

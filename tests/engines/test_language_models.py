@@ -170,6 +170,23 @@ def test_stacked_clients_are_refused_in_one_line(tmp_path: Path) -> None:
     assert refusal(language_run(tmp_path, engine=StackedEngine()).fit).startswith("engine")
 
 
+class TwoPositions(nn.Module):
+    """A network of token ids with positions for two tokens only."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(num_classes, num_classes), nn.Embedding(2, num_classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+
+
+def test_too_few_positions_are_refused_with_the_length_of_the_texts(tmp_path: Path) -> None:
+    message = refusal(lambda: language_run(tmp_path, model=TwoPositions).fit())
+    assert message.startswith("model: ")
+    assert "embeddings may need more rows" in message
+
+
 class IdsAlone(Dataset):
     """Token ids as the only input, and their labels. They are not trimmed."""
 
