@@ -98,25 +98,24 @@ class MaskFolder(CustomDataset):
 
         A single folder that is `root` itself is the empty text.
         """
-        folders = subfolders(root)
-        sites = found = [name for name in folders if self.images in subfolders(root / name)]
-        splits = {split_of(name): name for name in sites}
+        folders, are_splits = subfolders(root), False
+        used = sites = [name for name in folders if self.images in subfolders(root / name)]
         if self.images in folders:
-            sites, splits = [""], {}
-        elif not sites:
+            used, unused = [""], sites
+        elif sites:
+            splits = {split_of(name): name for name in sites}
+            if are_splits := "train" in splits and None not in splits:
+                used = [name for name in (splits["train"], splits.get("test", splits.get("val"))) if name]
+            unused = [name for name in folders if name not in used]
+        else:
             what = f"no folder {self.images} found in it or in its subfolders"
             raise ConfigError(f"{KEY}.path: {one_line(self.path)}: {what}. Set {KEY}.images to its name")
-        else:
-            found = folders
-        are_splits = "train" in splits and None not in splits
-        if are_splits:
-            sites = [name for name in (splits["train"], splits.get("test", splits.get("val"))) if name]
-        if unused := [name for name in found if name not in sites]:
+        if unused:
             what = f"{one_line(self.path)}: the images of {one_line(join_names(unused))} are not used"
             warnings.warn(
-                f"{KEY}.path: {what}; only those of {one_line(join_names(sites)) or 'images'} are", stacklevel=2
+                f"{KEY}.path: {what}; only those of {one_line(join_names(used)) or 'images'} are", stacklevel=2
             )
-        return sites, are_splits
+        return used, are_splits
 
     def _pairs(self, folder: Path) -> list[tuple[Path, Path]]:
         """Return the image and the mask of each sample in a folder, sorted by name."""

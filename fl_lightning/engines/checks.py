@@ -220,11 +220,12 @@ def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
         with blame("model"):
             yield
     except ConfigError as error:
-        tensors = dict(x.items()).values() if isinstance(x, Inputs) else [x]
-        if isinstance(error.__cause__, IndexError) and not all(values.is_floating_point() for values in tensors):
-            most = max(int(values.max()) for values in tensors)
-            fix = f"Two samples have {len(next(iter(tensors))[0])} positions, and numbers up to {most}"
-            raise ConfigError(f"{error}. {fix}: its embeddings may need more rows.") from error
+        tensors = [each for _, each in x.items()] if isinstance(x, Inputs) else [x]
+        ids = [each for each in tensors if not each.is_floating_point()]
+        if isinstance(error.__cause__, IndexError) and ids:
+            largest, length = max(int(each.max()) for each in ids), max(each[0].numel() for each in ids)
+            fix = f"Two samples have numbers up to {largest} and {length} positions; embeddings need a row for each"
+            raise ConfigError(f"{error}. {fix}.") from error
         if isinstance(x, Inputs) or x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
             raise
         fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."

@@ -184,7 +184,9 @@ class TwoPositions(nn.Module):
 def test_too_few_positions_are_refused_with_the_length_of_the_texts(tmp_path: Path) -> None:
     message = refusal(lambda: language_run(tmp_path, model=TwoPositions).fit())
     assert message.startswith("model: ")
-    assert "embeddings may need more rows" in message
+    data = TextFile(write_sites(tmp_path / "again"), length=40).load()
+    texts = [text for x in (data.x_train, data.x_test) for text in sentences(x)]
+    assert f"{max(map(len, texts))} positions" in message
 
 
 class IdsAlone(Dataset):
