@@ -85,12 +85,14 @@ def _check_split(data: LoadedData, split: str, inputs: dict[str, Tensor], object
 
 def _check_masks(data: LoadedData, ignored: int) -> None:
     """Check that the training masks have two classes: masks of 0 and 255 would only have the class 0."""
-    y = data.y_train
-    used = y[y != ignored]
-    if (len(used) and used.min() < used.max()) or (len(used) == y.numel() and data.num_classes > 1):
-        return
-    what = f"y_train holds only {' and '.join(map(str, y.unique().tolist()))}"
-    raise ValueError(f"{what}, and {ignored} marks pixels that are not used. Number at least two classes from 0")
+    values: set[int] = set()
+    for mask in data.y_train:
+        values.update(mask.unique().tolist())
+        if len(values - {ignored}) > 1:
+            return
+    if ignored in values or data.num_classes < 2:
+        what = f"y_train holds only {' and '.join(map(str, sorted(values)))}"
+        raise ValueError(f"{what}, and {ignored} marks pixels that are not used. Number at least two classes from 0")
 
 
 def _check_clients(data: LoadedData) -> None:

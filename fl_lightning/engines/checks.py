@@ -221,11 +221,11 @@ def blame_inputs(x: Tensor | Inputs) -> Iterator[None]:
             yield
     except ConfigError as error:
         tensors = [each for _, each in x.items()] if isinstance(x, Inputs) else [x]
-        ids = [each for each in tensors if not each.is_floating_point()]
+        ids = [each for each in tensors if each.dtype == torch.int64]
         if isinstance(error.__cause__, IndexError) and ids:
             largest, length = max(int(each.max()) for each in ids), max(each[0].numel() for each in ids)
-            fix = f"Two samples have numbers up to {largest} and {length} positions; embeddings need a row for each"
-            raise ConfigError(f"{error}. {fix}.") from error
+            what = f"Two samples have numbers up to {largest} and {length} positions; embeddings need a row for each"
+            raise ConfigError(f"{error}. {what}.") from error
         if isinstance(x, Inputs) or x.is_floating_point() or not isinstance(error.__cause__, RuntimeError | TypeError):
             raise
         fix = "Use TextCNN, FastText, BiLSTM or a network with an embedding, or store the inputs as float32."

@@ -52,11 +52,8 @@ class Checkpoint:
             CheckpointError: One of them is missing.
         """
         if missing := ", ".join(name for name in sections if name not in self.state["state"]):
-            made_with = self.fingerprint.made_with.get("fl-lightning", "another version")
-            what = f"the checkpoint of round {self.round} lacks the method's {missing}"
-            raise CheckpointError(
-                f"{what}. Resume it with the version that wrote it ({made_with}), or start a new run."
-            )
+            what = f"the checkpoint of round {self.round} lacks the method's {missing}, so another version wrote it"
+            raise CheckpointError(f"{what}. Resume the run with that version, or start a new one.")
 
 
 class CheckpointFolder:

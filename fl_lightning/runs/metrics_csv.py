@@ -112,7 +112,7 @@ class MetricsCsv:
         """Flush all rows of `metrics.csv` and `clients.csv` to disk, so that they survive a power failure.
 
         Raises:
-            CheckpointError: Writing fails, for example because the run folder was moved since the round before.
+            CheckpointError: Writing fails.
         """
         try:
             for path in filter(Path.exists, (self.clients.path, self.path)):
