@@ -16,7 +16,7 @@ from fl_lightning.core.names import join_names
 from fl_lightning.data.custom_data import CustomDataset, Samples, existing_path, split_of
 from fl_lightning.data.datasets import KEY, count_outputs
 from fl_lightning.data.files import BadFile, files_in, naming_file, open_file
-from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions, naming_path
+from fl_lightning.data.image_files import FORMATS, EncodedImage, ImageOptions, naming_path, read_shape
 from fl_lightning.data.image_folder import subfolders
 from fl_lightning.data.labels import Labels
 from fl_lightning.data.loaded_data import LoadedData
@@ -84,7 +84,7 @@ class MaskFolder(CustomDataset):
             sites, splits = self._sites(root)
             pairs = [(pair, site) for site in sites for pair in self._pairs(root / site)]
             files = [image for (image, _), _ in pairs]
-            y = torch.from_numpy(stack_masks([mask for (_, mask), _ in pairs], self.options.size))
+            y = torch.from_numpy(stack_masks([pair for pair, _ in pairs], self.options.size))
         outputs = self.num_classes or count_outputs(y)
         if self.num_classes is None:
             self._warn_of_gaps(y, outputs)
@@ -149,26 +149,44 @@ class MaskFolder(CustomDataset):
         return x, self.options.transforms(x, fitted)
 
 
-def stack_masks(paths: list[Path], size: tuple[int, ...] | None) -> np.ndarray:
+def stack_masks(pairs: list[tuple[Path, Path]], size: tuple[int, ...] | None) -> np.ndarray:
     """Read masks into one array of class indices, `(n, height, width)`, `uint8`.
 
     Args:
-        paths: The files.
-        size: `(height, width)` to resize them to; by default all must have the size of the first.
+        pairs: The file of each image and that of its mask.
+        size: `(height, width)` to resize masks to; by default all must have the size of the first.
+
+    Raises:
+        ConfigError: Masks differ in size, or a mask to be resized has the height of its image as its width.
     """
-    first = read_mask(paths[0], size)
-    masks = np.empty((len(paths), *first.shape), np.uint8)
-    for row, path in enumerate(paths):
-        mask = read_mask(path, size)
-        if mask.shape != first.shape:
+    first = read_mask(pairs[0][1])
+    masks = np.empty((len(pairs), *(size or first.shape)), np.uint8)
+    for row, (image, path) in enumerate(pairs):
+        mask = read_mask(path)
+        if size:
+            check_orientation(image, path, mask.shape)
+            mask = np.asarray(Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST))
+        elif mask.shape != first.shape:
             fix = "Set scenario.dataset.size to resize all"
-            raise ConfigError(f"{KEY}.size: {one_line(str(path))} differs in size from {paths[0].name}. {fix}")
+            raise ConfigError(f"{KEY}.size: {one_line(str(path))} differs in size from {pairs[0][1].name}. {fix}")
         masks[row] = mask
     return masks
 
 
-def read_mask(path: Path, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Read the class index of each pixel of a mask, `(height, width)`, optionally resized to the nearest pixel.
+def check_orientation(image: Path, path: Path, mask: tuple[int, ...]) -> None:
+    """Check that a mask, of this height and width, is not the turned one of a camera's image with EXIF orientation.
+
+    Raises:
+        ConfigError: It is.
+    """
+    _, height, width = read_shape(EncodedImage(str(image), image))
+    if mask == (width, height) != (height, width):
+        what = f"{one_line(str(path))} is {height}x{width} and its image, upright, {width}x{height}"
+        raise ConfigError(f"{KEY}.path: {what}. Turn the mask, or save the image as it is without EXIF orientation")
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """Read the class index of each pixel of a mask, `(height, width)`.
 
     Raises:
         BadFile: It is not an image of one 8-bit number per pixel.
@@ -178,6 +196,4 @@ def read_mask(path: Path, size: tuple[int, ...] | None = None) -> np.ndarray:
             raise BadFile(
                 path, f"a mask of mode {mask.mode}; it needs an 8-bit class index per pixel, as in a grey PNG"
             )
-        if size and mask.size != size[::-1]:
-            return np.asarray(mask.resize((size[1], size[0]), Image.Resampling.NEAREST), np.uint8)
         return np.asarray(mask, np.uint8)

@@ -138,9 +138,12 @@ class TextFile(TokenTexts):
         self.separator = translate_lines(separator)
 
     def _read(self, key: str, path: str, tokenizer: Tokenizer) -> Iterator[TokenText]:
-        is_folder = os.path.isdir(path)
+        is_folder, clients = os.path.isdir(path), set()
         try:
             for file in files_in(Path(path)) if is_folder else [existing_path(path, key=key)]:
+                if file.stem in clients:
+                    raise BadFile(file, f"a second file of the client {one_line(file.stem)}")
+                clients.add(file.stem)
                 texts = [text for text in translate_lines(read_text(file)).split(self.separator) if text.strip()]
                 if is_folder and not texts:
                     raise BadFile(file, "has no text")

@@ -209,12 +209,26 @@ class WandbRoundLogger(RoundLogger, LightningWandbLogger):
         self._project, self._save_dir = options["project"], options["dir"]  # Lightning's `name` and `save_dir`
         if self.mode != "disabled":
             with self._undo_on_failure(run_dir / "wandb"):
-                run = self.experiment
+                with self._suggest_offline():
+                    run = self.experiment
                 self._last_round = run.summary.get("round", -1) if note else -1
                 actual = {"id": run.id, "project": run.project, "entity": run.entity}
                 content = defaults | actual | {"online": online or self.mode not in OFFLINE}
                 write_atomically(run_dir / NOTE, add_checksum(content))
         return not note
+
+    @contextmanager
+    def _suggest_offline(self) -> Iterator[None]:
+        """Context in which an error of W&B, such as one of the network, becomes a `ConfigError` of `logger.offline`."""
+        from wandb import Error
+
+        try:
+            yield
+        except Error as error:
+            if self.mode in OFFLINE:
+                raise
+            fix = "Or set it to true, and upload the run later with `wandb sync`"
+            raise ConfigError(f"logger.offline: {one_line(error).rstrip('.')}. {fix}") from error
 
     @contextmanager
     def _undo_on_failure(self, folder: Path) -> Iterator[None]:

@@ -110,6 +110,22 @@ def test_bad_folders_are_refused_by_their_key(how: str, key: str, tmp_path: Path
     assert refusal(lambda: MaskFolder(str(tmp_path), **options).checked()).startswith(key)
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_mask_that_is_not_turned_with_its_image_is_refused(turned: bool, tmp_path: Path) -> None:
+    """A camera stores the orientation beside the pixels, and many programs for masks ignore it."""
+    for name in "abcde":
+        write_pair(tmp_path, name, 7, (8, 16))
+    (tmp_path / "images" / "c.png").unlink()
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    Image.new("L", (16, 8), 7).save(tmp_path / "images" / "c.jpg", exif=exif)
+    dataset = MaskFolder(str(tmp_path), size=(4, 8))
+    if turned:
+        assert refusal(dataset).startswith(f"scenario.dataset.path: {tmp_path / 'masks' / 'c.png'}")
+    else:
+        assert dataset.checked().in_shape == (1, 4, 8)
+
+
 @pytest.mark.parametrize("second", ["test", "Validation"])
 def test_folders_of_splits_are_no_sites(second: str, tmp_path: Path) -> None:
     for site, value in (("train", 1), (second, 2)):

@@ -98,6 +98,12 @@ def test_a_client_without_text_is_refused(tmp_path: Path) -> None:
     assert refusal(TextFile(str(tmp_path / "texts"))).startswith(f"scenario.dataset.path: {blank}: ")
 
 
+def test_two_files_of_one_client_are_refused(tmp_path: Path) -> None:
+    write_lines(tmp_path / "texts" / "a.md", LINES)
+    second = write_lines(tmp_path / "texts" / "a.txt", LINES)
+    assert refusal(TextFile(str(tmp_path / "texts"))).startswith(f"scenario.dataset.path: {second}: ")
+
+
 def test_a_single_text_cannot_be_split(tmp_path: Path) -> None:
     assert "add samples" in refusal(TextFile(write_lines(tmp_path / "a.txt", ["a b"])))
 

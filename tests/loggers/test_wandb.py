@@ -403,6 +403,15 @@ def test_option_takes_precedence_over_environment_and_default(option, tmp_path, 
     assert [given[option] for given in online.given] == [default, default, "variable", "option"]
 
 
+@pytest.mark.parametrize(("offline", "key"), [(False, "logger.offline"), (True, "no such host")])
+def test_an_error_of_wandb_names_the_option_that_avoids_the_network(offline, key, tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.init", Mock(side_effect=wandb.errors.CommError("no such host")))
+    with pytest.raises(wandb.errors.CommError if offline else ConfigError) as raised:
+        attach_logger(tmp_path, offline=offline)
+    assert str(raised.value).startswith(key)
+    assert not (tmp_path / "wandb").exists()
+
+
 @pytest.mark.parametrize(
     ("option", "outside", "mode"),
     [
