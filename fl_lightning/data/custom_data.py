@@ -55,7 +55,7 @@ def existing_path(path: str, folder: bool = False, key: str = "path") -> Path:
             return Path(path)
     except BadFile as error:
         raise ConfigError(f"{KEY}.{key}: {error}") from error
-    hint = ". Write the whole path: ~ is not replaced" if path.startswith("~") else ""
+    hint = f". Write the whole path: {path[0]} is not replaced" if path.startswith(("~", "$")) else ""
     raise ConfigError(f"{KEY}.{key}: {one_line(path)}: no such {kind}{hint}")
 
 

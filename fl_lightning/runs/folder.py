@@ -67,11 +67,12 @@ def lock_run_dir(folder: Path, others: Collection[str] = ()) -> Iterator[list[Pa
 
     Raises:
         ConfigError: Another process holds the lock (the message names its process id and machine), or the folder cannot
-            be written to, or its path begins with `~`.
+            be written to, or its path begins with `~` or a variable such as `$HOME`.
     """
     lock = FileLock(folder / LOCK)
-    if folder.parts[:1] == ("~",) and not Path("~").exists():  # the shell replaces it, but not in quotes or in a config
-        raise ConfigError(f"{folder}: ~ is not replaced. Write the whole path")
+    first = "".join(folder.parts[:1])
+    if re.fullmatch(r"~|\$\{?\w+\}?", first) and not Path(first).exists():  # the shell replaces it, but not in a config
+        raise ConfigError(f"{folder}: {first} is not replaced. Write the whole path")
     try:
         created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)

@@ -404,9 +404,10 @@ def test_a_test_file_with_text_for_numbers_is_refused_by_its_key(tmp_path: Path)
         check_refused(make, "dataset.test_path", column, f"{tmp_path}/t.csv")
 
 
-def test_an_empty_path_and_one_with_a_tilde_are_refused(tmp_path: Path) -> None:
+def test_an_empty_path_and_one_that_a_shell_would_replace_are_refused(tmp_path: Path) -> None:
     check_refused(partial(Table, "", "label"), "dataset.path", "is empty")
     check_refused(partial(Table, "~/no such table.csv", "label"), "dataset.path", "~ is not replaced")
+    check_refused(partial(Table, "$DATA/no such table.csv", "label"), "dataset.path", "$ is not replaced")
 
 
 def test_no_features_are_refused(tmp_path: Path) -> None:

@@ -54,11 +54,13 @@ def test_a_new_run_changes_no_other_files_in_its_folder(name, here):
         assert (here / "run/final/summary.json").exists()
 
 
-@pytest.mark.parametrize("folder", ["~/run", "~/runs/run"])
-def test_a_home_folder_that_the_shell_has_not_replaced_is_refused(folder, here):
-    check_refused_command(["fit", "--config", "tiny.yaml", "--run_dir", folder], [f"{folder}: ~ is not replaced"])
-    Path("~").mkdir()
-    assert run("fit", "--config", "tiny.yaml", "--run_dir", "~/run").code == 0
+@pytest.mark.parametrize("folder", ["~/run", "~/runs/run", "$HOME/run", "${SCRATCH_1}/run"])
+def test_a_folder_that_the_shell_has_not_replaced_is_refused(folder, here):
+    first = Path(folder).parts[0]
+    command = ["fit", "--config", "tiny.yaml", "--run_dir", folder]
+    check_refused_command(command, [f"{folder}: {first} is not replaced"])
+    Path(first).mkdir()
+    assert run(*command).code == 0
 
 
 def test_a_broken_link_is_no_run_folder(here):
