@@ -37,6 +37,7 @@ SHARED_OPTIONS = ("loss_terms", "aggregator", "buffers")
 def expand_baseline(line: CommandLine) -> CommandLine:
     """Replace `--algorithm=NAME` by the options of the baseline NAME, a named set of options in a config.
 
+    Other options than those of the algorithm that were given before it, such as `--rounds`, keep their values.
     An algorithm other than the config's own starts from its own defaults. Otherwise an option that both have, such as
     `tau`, would keep the config's value. The options that most algorithms share (`loss_terms`, `aggregator`, `buffers`)
     keep the config's values if the algorithm has them.
@@ -54,7 +55,12 @@ def expand_baseline(line: CommandLine) -> CommandLine:
     for path, content in line.configs:
         baselines = merge_baselines(baselines, content.get("baselines"), path)
         own_algorithm = content.get("algorithm", own_algorithm)
-    options = {"algorithm": name} | baselines.get(name, {})
+    given = {word.partition("=")[0] for word in line.words[:place]}
+    options = {"algorithm": name} | {
+        key: value
+        for key, value in baselines.get(name, {}).items()
+        if key.startswith("algorithm") or f"--{key}" not in given
+    }
     expanded = setting_words(options)
     if isinstance(own_algorithm, dict):
         own_algorithm = own_algorithm["class_path"]

@@ -193,6 +193,9 @@ class Scenario:
         data = self._reduce(data, seed, objective)
         labels = objective.strata(data.y_train).numpy()
         splits = self._split(data, labels, generator(seed, Stream.PARTITION))
+        if self.local_test is not None and splits.test is not None and self.partition.needs_whole_dataset:
+            what = f"{self.local_test} takes the place of the test samples that {type(self.partition).__name__} lists"
+            warnings.warn(f"scenario.local_test: {what}. Set it to null to use them", stacklevel=2)
         data = replace(data, client_train=None, client_test=None)
         if self.local_test == "official":
             if splits.global_test is not None:

@@ -24,8 +24,14 @@ from fl_lightning.core.config import FREE_KEYS, flatten, is_below, parse_config
 from fl_lightning.core.errors import ConfigError
 from fl_lightning.core.files import read_file
 
-MAY_CHANGE = FREE_KEYS | {"rounds", "evaluation"}
-"""Keys that may change when a run is resumed, since they do not affect what a round computes."""
+MAY_CHANGE = FREE_KEYS | {
+    "rounds",
+    "evaluation.every",
+    "evaluation.metrics",
+    "evaluation.personal_on_global",
+    "evaluation.target_accuracies",
+}
+"""Keys that may change when a run is resumed: they change neither what a round computes nor what a column means."""
 
 
 @dataclass(frozen=True)

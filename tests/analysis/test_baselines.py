@@ -63,6 +63,15 @@ def test_a_baseline_is_replaced_by_its_options(here):
     assert expanded(config, "--algorithm=Plain") == [config, RESET, "--algorithm=FedAvg"]
 
 
+def test_options_of_the_command_line_override_a_baseline(here):
+    Path("mine.yaml").write_text("baselines: {Long: {algorithm: FedAvgM, rounds: 75, seed: 3}}\n")
+    config = ["--config=table.yaml", "--config=mine.yaml"]
+    long = [RESET, "--algorithm=FedAvgM", "--seed=3"]
+    assert expanded(*config, "--rounds=2", "--algorithm=Long") == [*config, "--rounds=2", *long]
+    first = "--algorithm=MOON"  # a later algorithm replaces an earlier one, also that of a baseline
+    assert expanded(*config, first, "--rounds=2", "--algorithm=Long") == [*config, first, "--rounds=2", *long]
+
+
 @pytest.mark.parametrize("words", [["--algorithm=FedSKC"], ["--algorithm.mu=3"], [], ["--algorithm"]])
 def test_a_line_without_a_baseline_does_not_change(here, words):
     assert expanded("--config=table.yaml", *words) == ["--config=table.yaml", *words]

@@ -121,6 +121,14 @@ def test_a_change_on_the_command_line_is_not_warned_of(part):
     assert run("fit", "--resume", part).err == ""
 
 
+@pytest.mark.parametrize("option", ["client_model=received", "max_clients=2", "positive_class=0"])
+def test_a_column_keeps_its_meaning(option, part):
+    """Otherwise the best round would be chosen among values of different models or clients."""
+    code, _, err = resume(part, f"--evaluation.{option}")
+    assert code == 2
+    assert f"evaluation.{option.partition('=')[0]} (" in err
+
+
 def test_settings_are_compared_by_type_and_value():
     fingerprint = Fingerprint({"a": float("nan"), "b": True}, made_with={"fl-lightning": fl_lightning.__version__})
     fingerprint.check_config({"a": float("nan"), "b": True})
