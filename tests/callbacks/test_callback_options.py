@@ -579,7 +579,7 @@ def test_a_missing_api_key_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = run(*WANDB, "--logger.offline", "false")
     assert code == 2
-    assert err.startswith("fl-lightning: error: logger: No API key")
+    assert err.startswith("fl-lightning: error: logger.offline: No API key")
     assert err.count("\n") == 1
     assert not (tmp_path / "run" / "wandb").exists()
 
