@@ -121,7 +121,9 @@ def test_a_change_on_the_command_line_is_not_warned_of(part):
     assert run("fit", "--resume", part).err == ""
 
 
-@pytest.mark.parametrize("option", ["client_model=received", "max_clients=2", "positive_class=0"])
+@pytest.mark.parametrize(
+    "option", ["client_model=received", "max_clients=2", "positive_class=0", "new_client_model=trained"]
+)
 def test_a_column_keeps_its_meaning(option, part):
     """Otherwise the best round would be chosen among values of different models or clients."""
     code, _, err = resume(part, f"--evaluation.{option}")
